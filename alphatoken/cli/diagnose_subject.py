@@ -17,7 +17,7 @@ from alphatoken.corpus.folder import examples_digest
 from alphatoken.corpus.notes import about_encoding, about_pools
 from alphatoken.corpus.rows import encode_some
 from alphatoken.data import EncodeOptions, Example, Fields, Pools, Row, read_rows, split_pools
-from alphatoken.diagnose.intervals import FEWEST
+from alphatoken.diagnose.statistics import FEWEST
 from alphatoken.diagnose.subject import Subject
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.select.masks import keep_count

@@ -21,12 +21,17 @@ from torch import nn
 
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.intervals import Estimate, bootstrap, percent
-from alphatoken.diagnose.metrics import kept, relative_error, spearman
 from alphatoken.diagnose.options import CheckedOptions, option
 from alphatoken.diagnose.own_values import OwnValues, keep_shares, row_columns
-from alphatoken.diagnose.result import conclude
-from alphatoken.diagnose.subject import Subject
+from alphatoken.diagnose.statistics import (
+    Estimate,
+    bootstrap,
+    kept,
+    percent,
+    relative_error,
+    spearman,
+)
+from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import scorer_for
 from alphatoken.errors import CoverageError, NumericalError, UnsupportedError
 from alphatoken.select.masks import keep_count

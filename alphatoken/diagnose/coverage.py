@@ -15,16 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.data import Example
-from alphatoken.diagnose import metrics
-from alphatoken.diagnose.clouds import clusters_of, entropy, picture_of
+from alphatoken.diagnose import statistics
+from alphatoken.diagnose.clouds import HeadStates, clusters_of, entropy, head_states, picture_of
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
-from alphatoken.diagnose.intervals import FEWEST
 from alphatoken.diagnose.options import CheckedOptions, option
-from alphatoken.diagnose.result import conclude
-from alphatoken.diagnose.states import HeadStates, head_states
-from alphatoken.diagnose.subject import Subject, places_of
-from alphatoken.diagnose.tokenwise import draw
+from alphatoken.diagnose.statistics import FEWEST
+from alphatoken.diagnose.stepping import draw
+from alphatoken.diagnose.subject import Subject, conclude, places_of
 from alphatoken.diagnose.valuing import retention_term, scorer_for
 from alphatoken.errors import ConfigError
 from alphatoken.estimate.estimators import ESTIMATORS, WALK
@@ -80,7 +78,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     belongs = where[:, 0]
     labels = clusters_of(states.states, options.clusters, subject.seed)
     kept = {
-        name: metrics.kept(_ranking(subject, rows, states, name), subject.ratio)
+        name: statistics.kept(_ranking(subject, rows, states, name), subject.ratio)
         for name in options.policies
     }
     band = band_of(labels, keep_count(subject.ratio, len(belongs)), options.draws, subject.seed + 1)

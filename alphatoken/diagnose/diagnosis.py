@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from alphatoken.diagnose.intervals import Estimate
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import DataError
 from alphatoken.support.storage import write_text
 

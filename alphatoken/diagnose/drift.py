@@ -19,14 +19,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from alphatoken.data import Example
-from alphatoken.diagnose.clouds import picture_of
+from alphatoken.diagnose.clouds import HeadStates, head_states, picture_of
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
-from alphatoken.diagnose.intervals import FEWEST, bootstrap
 from alphatoken.diagnose.options import CheckedOptions, option
-from alphatoken.diagnose.result import conclude
-from alphatoken.diagnose.states import HeadStates, head_states
-from alphatoken.diagnose.subject import Subject
+from alphatoken.diagnose.statistics import FEWEST, bootstrap
+from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.errors import ConfigError, DataError
 
 __all__ = ["BEFORE", "Options", "diagnose", "laid_out", "relative_shift", "set_record"]

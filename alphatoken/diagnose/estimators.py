@@ -19,11 +19,10 @@ from alphatoken.data import Example
 from alphatoken.diagnose.cost import direction_flops, step_flops, values_flops
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.intervals import agreement
 from alphatoken.diagnose.options import CheckedOptions, option
-from alphatoken.diagnose.result import conclude
-from alphatoken.diagnose.subject import Subject, places_of
-from alphatoken.diagnose.tokenwise import draw_short, inner_products, token_gradients
+from alphatoken.diagnose.statistics import agreement
+from alphatoken.diagnose.stepping import draw_short, inner_products, token_gradients
+from alphatoken.diagnose.subject import Subject, conclude, places_of
 from alphatoken.diagnose.valuing import (
     WINDOWED,
     Numbers,

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
-from alphatoken.diagnose.clouds import density_of, ellipse_of
 from alphatoken.diagnose.diagnosis import Drawing, Table
 from alphatoken.errors import require_choice
 from alphatoken.report.drawing import COLOURS, DASHES, MARKERS, SEQUENTIAL, canvas, svg_text
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-__all__ = ["Figure", "Guide", "draw"]
+__all__ = ["Figure", "Guide", "density_of", "draw", "ellipse_of"]
 
 Numbers = NDArray[np.float64]
 Record = Mapping[str, Any]
@@ -339,6 +339,34 @@ def _draw_cloud(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
         beside.plot(*reversed(density_of(points[:, 1])), **style)
     for margin in (above, beside):
         margin.set_axis_off()
+
+
+def ellipse_of(points: Numbers, share: float = 0.95) -> Numbers:
+    """Outline (100, 2) of the ellipse that holds ``share`` of the normal cloud of these moments.
+
+        { x : (x - mean)^T S^-1 (x - mean) = chi^2_2(share) },   S the covariance, by n - 1
+
+    A line where the points lie on one, a point where all are one.
+    """
+    angles = np.linspace(0.0, 2 * math.pi, 100)
+    circle = np.stack([np.cos(angles), np.sin(angles)])
+    sizes, directions = np.linalg.eigh(np.cov(points.T))
+    radii = np.sqrt(np.maximum(sizes, 0.0) * -2 * math.log(1 - share))  # quantile of chi^2_2
+    outline: Numbers = points.mean(0) + (directions @ (radii[:, None] * circle)).T
+    return outline
+
+
+def density_of(values: Numbers, places: int = 200) -> tuple[Numbers, Numbers]:
+    """Kernel density (Gaussian, Scott's width) of numbers at evenly spread places around them.
+
+    Nothing where all numbers are equal: a point has no density.
+    """
+    spread = float(values.std())
+    if not spread > 0:
+        return np.zeros(0), np.zeros(0)
+    at = np.linspace(values.min() - spread, values.max() + spread, places)
+    found: Numbers = stats.gaussian_kde(values)(at)
+    return at, found
 
 
 def _draw_parts(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:

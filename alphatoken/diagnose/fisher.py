@@ -24,11 +24,9 @@ from torch import Tensor, nn
 from alphatoken.data import Example
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
-from alphatoken.diagnose.intervals import FEWEST, Estimate, agreement, bootstrap
-from alphatoken.diagnose.metrics import top_overlap
 from alphatoken.diagnose.options import CheckedOptions, option
-from alphatoken.diagnose.result import conclude
-from alphatoken.diagnose.subject import Subject, places_of, require_first_order
+from alphatoken.diagnose.statistics import FEWEST, Estimate, agreement, bootstrap, top_overlap
+from alphatoken.diagnose.subject import Subject, conclude, places_of, require_first_order
 from alphatoken.diagnose.valuing import values_along
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import CoverageError, InputError

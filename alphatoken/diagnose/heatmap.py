@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 from alphatoken.data import Example
 from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.intervals import FEWEST, Estimate, bootstrap
-from alphatoken.diagnose.metrics import kept
 from alphatoken.diagnose.options import CheckedOptions, option
-from alphatoken.diagnose.result import conclude
-from alphatoken.diagnose.subject import Subject
+from alphatoken.diagnose.statistics import FEWEST, Estimate, bootstrap, kept
+from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.token_text import KINDS, heatmap_figure, kind_of, normalised
 from alphatoken.diagnose.valuing import retention_term, scorer_for
 from alphatoken.errors import ConfigError

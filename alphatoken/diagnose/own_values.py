@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from alphatoken.data import Example
-from alphatoken.diagnose.intervals import FEWEST
-from alphatoken.diagnose.metrics import kept
+from alphatoken.diagnose.statistics import FEWEST, kept
 from alphatoken.diagnose.subject import Subject
 from alphatoken.diagnose.valuing import retention_term, scorer_for, values_along
 from alphatoken.direction.drift import FisherDrift

@@ -8,13 +8,21 @@ For query position k, token position t < k and the input x_t of the layer's proj
 so that alpha ||v_t - o_k|| says where little is left out (eq. app_value_path_bound; the bound has
 its oracle, ``alphatoken.oracle.jacobian``). alpha comes from the queries, keys and log-sum-exp of
 the real forward.
+
+Pairs are counted in fixed cells: the logarithms (base 10) of the weight, of the deviation
+``d = ||v_t - o_k|| / sqrt(d_h)`` and of the risk ``alpha d`` have 16 cells a power of ten, the same
+for every step and run. So counts add up, a run of any length takes a fixed number of bytes a look,
+and shares above powers of ten of the risk are exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,15 +30,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.errors import UnsupportedError
+from alphatoken.errors import DataError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
 from alphatoken.model.scope import resolve_layers
+from alphatoken.support.storage import read_tensors, write_tensors
 
 __all__ = [
-    "SeenCall",
+    "ALPHA",
+    "DEVIATION",
+    "RISK",
+    "CollectedPairs",
+    "PairCounts",
+    "RecordedCall",
     "choose_positions",
     "pair_counts",
     "see_calls",
@@ -65,7 +79,7 @@ def softmax_layers(
 
 
 @dataclass(frozen=True)
-class SeenCall:
+class RecordedCall:
     """One softmax-attention call of a real forward.
 
     Attributes:
@@ -81,17 +95,17 @@ class SeenCall:
 
 def see_calls(
     adapter: DecoderAdapter, layers: Sequence[int], batch: LabelledBatch
-) -> list[SeenCall]:
+) -> list[RecordedCall]:
     """The attention calls of ``layers`` in one forward (dropout off, no graph).
 
     The model's own kernel runs; the routing is gone afterwards.
     """
     owners = {m: layer for layer in layers for m in adapter.attention_modules(layer)}
-    calls: list[SeenCall] = []
+    calls: list[RecordedCall] = []
 
     def see(call: AttentionCall, native: NativeAttention) -> Tensor:
         output = native(call.query, call.key, call.value)
-        calls.append(SeenCall(owners[call.module], call, output))
+        calls.append(RecordedCall(owners[call.module], call, output))
         return output
 
     with ExitStack() as stack:
@@ -144,7 +158,7 @@ def choose_positions(
 
 
 def weigh_pairs(
-    seen: SeenCall, used: Tensor, chosen: Tensor, window: int | None
+    seen: RecordedCall, used: Tensor, chosen: Tensor, window: int | None
 ) -> tuple[Numbers, Numbers]:
     """Weight and deviation of all pairs (k, t), t chosen, k used, t < k <= t + window: (n, h) each.
 
@@ -196,7 +210,7 @@ def _select(
     return _Selected(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _deviation(seen: SeenCall, pairs: _Selected) -> Tensor:
+def _deviation(seen: RecordedCall, pairs: _Selected) -> Tensor:
     """``||v_t - o_k||_2 / sqrt(d_v)`` of some pairs, (n, h)."""
     call, dtype = seen.call, pairs.alpha.dtype
     groups, width = call.value.shape[1], call.value.shape[3]
@@ -204,3 +218,133 @@ def _deviation(seen: SeenCall, pairs: _Selected) -> Tensor:
     value = call.value[pairs.row, :, pairs.t].to(dtype).unsqueeze(2)
     found: Tensor = torch.linalg.vector_norm(value - output, dim=-1).flatten(1) / width**0.5
     return found
+
+
+Counts = NDArray[np.int64]
+_KIND, _FORMAT = "alphatoken collected pairs", "1"
+_CELLS = 16  # a power of ten
+
+
+def _edges(low: int, high: int) -> NDArray[np.float64]:
+    return np.linspace(low, high, (high - low) * _CELLS + 1)
+
+
+ALPHA, DEVIATION, RISK = _edges(-8, 0), _edges(-4, 4), _edges(-12, 4)
+"""Edges of the cells, in powers of ten; what lies beyond is counted in the cell at that end."""
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """Counts of pairs in one layer, all heads.
+
+    Attributes:
+        joint: (alpha, deviation) cells.
+        risk: cells of alpha times deviation.
+    """
+
+    joint: Counts
+    risk: Counts
+
+    @classmethod
+    def of(cls, alpha: NDArray[Any], deviation: NDArray[Any]) -> PairCounts:
+        """Count pairs; those that a mask hides (weight exactly 0) are left out.
+
+        Args:
+            alpha: attention weights, of any shape.
+            deviation: ``||v_t - o_k|| / sqrt(d_h)``, of the same shape.
+        """
+        seen = alpha > 0
+        weight, away = (x[seen].astype(np.float64) for x in (alpha, deviation))
+        columns = [
+            np.clip(np.log10(np.maximum(x, 1e-300)), edges[0], edges[-1])
+            for x, edges in ((weight, ALPHA), (away, DEVIATION), (weight * away, RISK))
+        ]
+        joint, _, _ = np.histogram2d(columns[0], columns[1], bins=(ALPHA, DEVIATION))
+        risk, _ = np.histogram(columns[2], bins=RISK)
+        return cls(joint.astype(np.int64), risk.astype(np.int64))
+
+    @classmethod
+    def total(cls, counts: Iterable[PairCounts]) -> PairCounts:
+        """Counts of all together; of none, zeros."""
+        joint = np.zeros((len(ALPHA) - 1, len(DEVIATION) - 1), np.int64)
+        risk = np.zeros(len(RISK) - 1, np.int64)
+        for one in counts:
+            joint, risk = joint + one.joint, risk + one.risk
+        return cls(joint, risk)
+
+    def __add__(self, other: PairCounts) -> PairCounts:
+        """Counts of both together."""
+        return PairCounts.total([self, other])
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs counted."""
+        return int(self.risk.sum())
+
+    def share_above(self, level: float) -> float:
+        """Share of the pairs with alpha times deviation at or above ``level``.
+
+        Exact for powers of ten; between them the level is moved to the next edge of a cell.
+        """
+        first = math.ceil(round((math.log10(level) - RISK[0]) * _CELLS, 6))
+        above = int(self.risk[max(first, 0) :].sum())
+        return above / self.pairs if self.pairs else math.nan
+
+
+@dataclass
+class CollectedPairs:
+    """Counts by step and layer, and what they are of.
+
+    Attributes:
+        about: probe and settings: plain JSON values, the same for all steps.
+        steps: optimizer step -> layer -> counts.
+    """
+
+    about: dict[str, Any]
+    steps: dict[int, dict[int, PairCounts]] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers that were looked at."""
+        return sorted({layer for found in self.steps.values() for layer in found})
+
+    def total(self, steps: Iterable[int] | None = None) -> PairCounts:
+        """Counts of all layers over these steps, or over all."""
+        chosen = self.steps if steps is None else steps
+        return PairCounts.total(one for step in chosen for one in self.steps[step].values())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file, whole or not at all.
+
+        Raises:
+            DataError: it could not be written.
+        """
+        tensors = {
+            f"{step}/{layer}/{name}": torch.from_numpy(getattr(counts, name))
+            for step, found in sorted(self.steps.items())
+            for layer, counts in sorted(found.items())
+            for name in ("joint", "risk")
+        }
+        metadata = {"kind": _KIND, "format": _FORMAT, "about": json.dumps(self.about)}
+        write_tensors(path, tensors, metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CollectedPairs:
+        """Read what ``save`` wrote.
+
+        Raises:
+            DataError: no such file, damaged, or of another kind.
+        """
+        tensors, metadata = read_tensors(path)
+        if (metadata.get("kind"), metadata.get("format")) != (_KIND, _FORMAT):
+            raise DataError(
+                "the file holds no collected pairs",
+                got=f"{path}: {metadata.get('kind', 'another kind of file')}",
+                remedy="the file that the callback watch_pairs of the lab writes",
+            )
+        found = cls(json.loads(metadata["about"]))
+        for name in (one for one in tensors if one.endswith("/joint")):
+            step, layer, _ = name.split("/")
+            counts = PairCounts(tensors[name].numpy(), tensors[f"{step}/{layer}/risk"].numpy())
+            found.steps.setdefault(int(step), {})[int(layer)] = counts
+        return found

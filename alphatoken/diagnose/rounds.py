@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from alphatoken.diagnose.diagnosis import Diagnosis
-from alphatoken.diagnose.intervals import FEWEST
+from alphatoken.diagnose.statistics import FEWEST
 from alphatoken.diagnose.subject import Subject
 
 __all__ = ["cut", "diagnosed_before"]

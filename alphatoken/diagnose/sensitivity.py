@@ -19,11 +19,10 @@ from torch import Tensor
 from alphatoken.config import ScorerConfig
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.intervals import agreement, percent
 from alphatoken.diagnose.options import CheckedOptions, option
 from alphatoken.diagnose.own_values import OwnValues
-from alphatoken.diagnose.result import conclude
-from alphatoken.diagnose.subject import Subject, require_first_order
+from alphatoken.diagnose.statistics import agreement, percent
+from alphatoken.diagnose.subject import Subject, conclude, require_first_order
 from alphatoken.diagnose.valuing import WINDOWED, depths_of, scorer_for, windows_of, with_estimator
 from alphatoken.direction.algebra import norms
 from alphatoken.errors import CoverageError, FisherError, UnsupportedError

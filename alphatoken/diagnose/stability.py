@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.intervals import Estimate, bootstrap, percent
 from alphatoken.diagnose.options import CheckedOptions, option
 from alphatoken.diagnose.own_values import OwnValues, keep_shares, row_columns
-from alphatoken.diagnose.result import conclude
-from alphatoken.diagnose.subject import Subject
+from alphatoken.diagnose.statistics import Estimate, bootstrap, percent
+from alphatoken.diagnose.subject import Subject, conclude
 
 __all__ = ["Options", "classify", "diagnose"]
 

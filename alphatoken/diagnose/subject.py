@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,10 @@ from torch import Tensor, nn
 
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example, batches, token_texts
+from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
+from alphatoken.diagnose.figures import Figure, draw
+from alphatoken.diagnose.registry import find
+from alphatoken.diagnose.statistics import few_rows
 from alphatoken.diagnose.stepping import fine_tuned, usual_rate
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
@@ -25,7 +29,14 @@ from alphatoken.report.examples import COMPONENTS
 from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
 
-__all__ = ["Subject", "gathered", "places_of", "require_first_order", "require_retention"]
+__all__ = [
+    "Subject",
+    "conclude",
+    "gathered",
+    "places_of",
+    "require_first_order",
+    "require_retention",
+]
 
 Batch = dict[str, Tensor]
 
@@ -366,3 +377,42 @@ class Subject:
                 why=why,
                 remedy="give more or longer rows, or a larger --tokens",
             )
+
+
+def conclude(
+    name: str,
+    subject: Subject,
+    conclusion: str,
+    tables: Iterable[Table],
+    figures: Iterable[Figure | Drawing],
+    *,
+    valued: Sequence[Example] = (),
+    notes: Iterable[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Diagnosis:
+    """The diagnosis ``name`` of ``subject``; tables without rows and their figures are left out.
+
+    Args:
+        name: of the diagnostic.
+        subject: whose settings are part of the result.
+        conclusion: a sentence.
+        tables: every number.
+        figures: declared over tables, or drawn already; drawn here.
+        valued: the rows that were valued, which a note counts.
+        notes: what else was sampled or left out, and warnings.
+        settings: of the diagnostic, beside those of the subject.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    counted = [f"{subject.counted(valued)} were valued.", *few_rows(len(valued))] if valued else []
+    shown = [f for f in figures if isinstance(f, Drawing) or f.table.rows]
+    return Diagnosis(
+        name,
+        find(name).question,
+        conclusion,
+        tuple(table for table in tables if table.rows),
+        tuple(f if isinstance(f, Drawing) else draw(f) for f in shown),
+        (*counted, *notes),
+        {**subject.settings(), **(settings or {})},
+    )

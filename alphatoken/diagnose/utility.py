@@ -24,15 +24,12 @@ from torch import Tensor
 
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
-from alphatoken.diagnose import metrics
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.intervals import FEWEST, Estimate, bootstrap
 from alphatoken.diagnose.options import CheckedOptions, option
-from alphatoken.diagnose.result import conclude
-from alphatoken.diagnose.stepping import OPTIMIZERS, Stepper
-from alphatoken.diagnose.subject import Subject, require_first_order
-from alphatoken.diagnose.tokenwise import draw_short, token_gradients
+from alphatoken.diagnose.statistics import FEWEST, Estimate, bootstrap, relative_error, spearman
+from alphatoken.diagnose.stepping import OPTIMIZERS, Stepper, draw_short, token_gradients
+from alphatoken.diagnose.subject import Subject, conclude, require_first_order
 from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.scope import resolve_layers
@@ -258,9 +255,9 @@ def _quality(
 
     unscaled = Estimate.undefined(len(actual), "not in units of the loss")
     return {
-        "spearman": boot(metrics.spearman),
+        "spearman": boot(spearman),
         "slope": boot(slope) if prediction.calibrated else unscaled,
-        "relative_error": boot(metrics.relative_error) if prediction.calibrated else unscaled,
+        "relative_error": boot(relative_error) if prediction.calibrated else unscaled,
     }
 
 

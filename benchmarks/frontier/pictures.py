@@ -9,7 +9,7 @@ from typing import Any
 from alphatoken.diagnose.diagnosis import Table
 from alphatoken.diagnose.figures import Figure, Guide
 from alphatoken.diagnose.figures import draw as drawn
-from alphatoken.diagnose.intervals import Estimate
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.support.storage import write_text
 from benchmarks.frontier.figures import with_differences, worth
 

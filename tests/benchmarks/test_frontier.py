@@ -18,7 +18,7 @@ from alphatoken import Scorer, ScorerConfig
 from alphatoken.data import Example, Row
 from alphatoken.data.rows import Turn
 from alphatoken.diagnose.cost import flops
-from alphatoken.diagnose.metrics import spearman
+from alphatoken.diagnose.statistics import spearman
 from alphatoken.model.batch import read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
-from alphatoken.diagnose.intervals import Estimate
 from alphatoken.diagnose.page import LEAD, MOST_ROWS, section_of
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import DataError
 from alphatoken.report.drawing import canvas, svg_text
 from alphatoken.report.page import Section, render_page

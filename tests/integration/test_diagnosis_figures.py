@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from alphatoken.diagnose import figures
 from alphatoken.diagnose.diagnosis import Table
 from alphatoken.diagnose.figures import Figure, Guide, draw
-from alphatoken.diagnose.intervals import Estimate
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import ConfigError
 
 pytestmark = pytest.mark.pictures

@@ -13,7 +13,7 @@ import matplotlib as mpl
 import pytest
 
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
-from alphatoken.diagnose.intervals import Estimate
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import DataError
 from tests.integration.test_diagnose_page import diagnosis, drawn
 

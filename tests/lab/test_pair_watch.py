@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from alphatoken.diagnose.collected_pairs import CollectedPairs
+from alphatoken.diagnose.pairs import CollectedPairs
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.train.sft import AlphaSFTTrainer
 from alphatoken_lab.compare.pair_watch import PROBE, taken_up, watch_pairs

@@ -54,23 +54,23 @@ MUTANTS = (
     _watch(
         "cells-transposed",
         "cells of weight and deviation change places",
-        "collected_pairs.PairCounts.of", "columns[0], columns[1], bins",
+        "pairs.PairCounts.of", "columns[0], columns[1], bins",
         "columns[1], columns[0], bins", COUNTED,
     ),
     _watch(
         "risk-without-deviation",
         "the risk of a pair is its weight alone",
-        "collected_pairs.PairCounts.of", "(weight * away, RISK)", "(weight, RISK)", COUNTED,
+        "pairs.PairCounts.of", "(weight * away, RISK)", "(weight, RISK)", COUNTED,
     ),
     _watch(
         "masked-pairs-counted",
         "pairs that a mask hides are counted with the smallest weight",
-        "collected_pairs.PairCounts.of", "seen = alpha > 0", "seen = alpha >= 0", COUNTED,
+        "pairs.PairCounts.of", "seen = alpha > 0", "seen = alpha >= 0", COUNTED,
     ),
     _watch(
         "shares-of-a-cell-less",
         "the first cell at a level is left out of the share above it",
-        "collected_pairs.PairCounts.share_above", "self.risk[max(first, 0) :]",
+        "pairs.PairCounts.share_above", "self.risk[max(first, 0) :]",
         "self.risk[max(first, 0) + 1 :]", SHARED,
     ),
 )  # fmt: skip

@@ -10,9 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from alphatoken.diagnose import collected_pairs, pairs
+from alphatoken.diagnose import pairs
 from alphatoken.diagnose import value_propagation as diagnostic
-from alphatoken.diagnose.collected_pairs import CollectedPairs, PairCounts
+from alphatoken.diagnose.pairs import CollectedPairs, PairCounts
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.batch import to_label_position
 from alphatoken.model.partial_forward import hidden_of
@@ -55,12 +55,12 @@ def test_counts_of_pairs(seed: int, count: int) -> None:
     Those that a mask hides are counted in none; beyond the ends, in the cell at the end.
     """
     alpha, deviation = drawn(seed, count)
-    found = collected_pairs.PairCounts.of(alpha, deviation)
+    found = pairs.PairCounts.of(alpha, deviation)
     joint, risk = np.zeros_like(found.joint), np.zeros_like(found.risk)
     for a, d in zip(alpha.ravel(), deviation.ravel(), strict=True):
         if a > 0:
-            joint[cell(a, collected_pairs.ALPHA), cell(d, collected_pairs.DEVIATION)] += 1
-            risk[cell(a * d, collected_pairs.RISK)] += 1
+            joint[cell(a, pairs.ALPHA), cell(d, pairs.DEVIATION)] += 1
+            risk[cell(a * d, pairs.RISK)] += 1
     np.testing.assert_array_equal(found.joint, joint)
     np.testing.assert_array_equal(found.risk, risk)
     assert found.pairs == int((alpha > 0).sum())
@@ -72,7 +72,7 @@ def test_shares_above_powers_of_ten(seed: int, level: float) -> None:
     alpha, deviation = drawn(seed, 50)
     alpha[0], deviation[0] = 0.5, 2.0 * level * 1.001  # in the first cell that counts
     risk = (alpha * deviation)[alpha > 0]
-    found = collected_pairs.PairCounts.of(alpha, deviation).share_above(level)
+    found = pairs.PairCounts.of(alpha, deviation).share_above(level)
     assert found == (risk >= level).mean()
 
 

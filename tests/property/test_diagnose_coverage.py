@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from alphatoken.config import ScorerConfig
 from alphatoken.data import collate
 from alphatoken.diagnose import coverage
-from alphatoken.diagnose.clouds import clusters_of, entropy, picture_of
-from alphatoken.diagnose.states import head_states
+from alphatoken.diagnose.clouds import clusters_of, entropy, head_states, picture_of
 from alphatoken.diagnose.subject import Subject
 from alphatoken.diagnose.valuing import with_estimator
 from alphatoken.errors import ConfigError, InputError

@@ -12,9 +12,9 @@ from scipy import stats
 
 from alphatoken.data import collate
 from alphatoken.diagnose import drift
-from alphatoken.diagnose.clouds import density_of, ellipse_of
+from alphatoken.diagnose.clouds import HeadStates, head_states
 from alphatoken.diagnose.diagnosis import Diagnosis
-from alphatoken.diagnose.states import HeadStates, head_states
+from alphatoken.diagnose.figures import density_of, ellipse_of
 from alphatoken.diagnose.subject import Subject
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.progress import Tracker

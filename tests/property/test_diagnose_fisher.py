@@ -16,7 +16,7 @@ from alphatoken import FisherDrift, ScorerConfig, fit_fisher
 from alphatoken.data import Example, Row
 from alphatoken.diagnose import fisher as diagnostic
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
-from alphatoken.diagnose.intervals import Estimate
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.diagnose.subject import Subject
 from alphatoken.direction.sampling import sample_responses
 from alphatoken.errors import DataError, InputError

@@ -15,7 +15,7 @@ from torch import nn
 from alphatoken.config import ScorerConfig
 from alphatoken.diagnose import heatmap
 from alphatoken.diagnose.diagnosis import Table
-from alphatoken.diagnose.intervals import Estimate
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.diagnose.subject import Subject
 from alphatoken.diagnose.token_text import (
     heatmap_figure,

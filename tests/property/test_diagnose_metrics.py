@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from alphatoken.diagnose import metrics
+from alphatoken.diagnose import statistics
 from alphatoken.errors import NumericalError
 from alphatoken.select.masks import select_top
 from tests.property.profiles import budget
@@ -34,14 +34,14 @@ def test_overlap_keeps_what_selection_keeps(
     mask = torch.ones_like(a, dtype=torch.bool)
     kept = [select_top(x, mask, ratio) for x in (a, b)]
     wanted = float((kept[0] & kept[1]).sum() / kept[0].sum())
-    assert metrics.top_overlap(a[0], b[0], ratio) == pytest.approx(wanted, abs=1e-7)
+    assert statistics.top_overlap(a[0], b[0], ratio) == pytest.approx(wanted, abs=1e-7)
 
 
 @given(COLUMNS)
 @budget(1.0)
 def test_spearman_is_pearson_of_mean_ranks(columns: tuple[list[int], list[int]]) -> None:
     a, b = columns
-    found = metrics.spearman(a, b)
+    found = statistics.spearman(a, b)
     if len(set(a)) == 1 or len(set(b)) == 1:
         assert math.isnan(found)
     else:
@@ -50,4 +50,4 @@ def test_spearman_is_pearson_of_mean_ranks(columns: tuple[list[int], list[int]])
 
 def test_a_value_without_a_rank_is_refused() -> None:
     with pytest.raises(NumericalError, match="not finite"):
-        metrics.top_overlap([1.0, math.nan, 2.0], [1.0, 2.0, 3.0])
+        statistics.top_overlap([1.0, math.nan, 2.0], [1.0, 2.0, 3.0])

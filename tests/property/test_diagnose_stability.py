@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.diagnose import own_values, stability
-from alphatoken.diagnose.intervals import Estimate, percent
 from alphatoken.diagnose.own_values import OwnValues, RowColumns, keep_shares, row_columns
 from alphatoken.diagnose.stability import NOISE, classify
+from alphatoken.diagnose.statistics import Estimate, percent
 from alphatoken.diagnose.subject import Subject
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError, InputError

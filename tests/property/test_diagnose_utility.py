@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.diagnose import metrics
+from alphatoken.diagnose import statistics
 from alphatoken.diagnose import utility as diagnostic
 from alphatoken.diagnose.diagnosis import Diagnosis
 from alphatoken.diagnose.stepping import OPTIMIZERS, Stepper, mean_loss
@@ -164,12 +164,12 @@ def test_sgd_at_a_tiny_step_is_predicted_exactly() -> None:
     predicted = bench.predicted(best, tokens)
     assert np.corrcoef(predicted, actual)[0, 1] > 0.999999
     assert slope(predicted, actual) == pytest.approx(1.0, abs=1e-3)
-    assert metrics.relative_error(predicted, actual) < 2e-3
-    assert metrics.spearman(predicted, actual) > 0.999
+    assert statistics.relative_error(predicted, actual) < 2e-3
+    assert statistics.spearman(predicted, actual) > 0.999
     # The same values at a tenth of the step: a tenth of the error.
     nearer = diagnostic._actual(bench, tokens, 1e-6)
-    error = metrics.relative_error(predicted / 10, nearer)
-    assert error == pytest.approx(metrics.relative_error(predicted, actual) / 10, rel=0.2)
+    error = statistics.relative_error(predicted / 10, nearer)
+    assert error == pytest.approx(statistics.relative_error(predicted, actual) / 10, rel=0.2)
 
 
 def test_predictions_are_the_oracles_derivative() -> None:
@@ -197,10 +197,10 @@ def test_predictions_are_the_oracles_derivative() -> None:
 def test_slope_and_relative_error() -> None:
     x = np.array([1.0, -2.0, 3.0])
     assert slope(x, 2 * x) == pytest.approx(2.0)
-    assert metrics.relative_error(x, x) == 0.0
-    assert metrics.relative_error(0 * x, x) == 1.0
+    assert statistics.relative_error(x, x) == 0.0
+    assert statistics.relative_error(0 * x, x) == 1.0
     assert math.isnan(slope(0 * x, x))
-    assert math.isnan(metrics.relative_error(x, 0 * x))
+    assert math.isnan(statistics.relative_error(x, 0 * x))
 
 
 # --- the diagnosis -------------------------------------------------------------------------------

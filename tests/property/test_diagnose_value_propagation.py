@@ -15,11 +15,15 @@ from torch import nn
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.data import Example
-from alphatoken.diagnose import causal_parts
 from alphatoken.diagnose import value_propagation as diagnostic
-from alphatoken.diagnose.collected_pairs import PairCounts
 from alphatoken.diagnose.figures import draw
-from alphatoken.diagnose.pairs import choose_positions, pair_counts, see_calls, weigh_pairs
+from alphatoken.diagnose.pairs import (
+    PairCounts,
+    choose_positions,
+    pair_counts,
+    see_calls,
+    weigh_pairs,
+)
 from alphatoken.diagnose.subject import Subject, places_of
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position, to_token_index
@@ -120,8 +124,8 @@ def parts_of(
         model, rows_of(model.config, lengths), config=ScorerConfig(layers="all", window=window)
     )
     layers = range(len(model.layers))
-    scorer = causal_parts.causal_scorer(subject, list(layers))
-    return subject, causal_parts.causal_parts(subject, scorer, subject.train), scorer
+    scorer = diagnostic.causal_scorer(subject, list(layers))
+    return subject, diagnostic.causal_parts(subject, scorer, subject.train), scorer
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_the_parts_add_up_to_the_exact_causal_value(config: DecoderConfig) -> No
         scale = sum(terms.absolute[name] for name in names).sum(1).max()
         exact = to_token_index(wanted)[batch.mask]
         close(torch.as_tensor(found["exact"]), exact, scale, MODEL, name="exact causal")
-        together = sum(found[name] for name in causal_parts.PARTS)
+        together = sum(found[name] for name in diagnostic.PARTS)
         close(torch.as_tensor(together), exact, scale, MODEL, name="sum of the parts")
         if layer == last:  # nothing comes after it
             close(torch.as_tensor(found["longer"]), torch.zeros_like(exact), scale, MODEL)
@@ -201,10 +205,10 @@ def test_one_response_token_has_no_pairs_and_no_causal_value() -> None:
     model = ReferenceDecoder(DecoderConfig(), 0)
     subject, parts, _ = parts_of(model, lengths=[2] * 9)
     total = parts["all"]
-    assert all(float(np.abs(total[name]).max()) == 0.0 for name in (*causal_parts.PARTS, "exact"))
+    assert all(float(np.abs(total[name]).max()) == 0.0 for name in (*diagnostic.PARTS, "exact"))
     pairs, share = diagnostic.collect_pairs(subject, subject.train, [0, 1], 100)
     assert (pairs.pairs, share) == (0, 0.0)
-    records = causal_parts.share_records(total, places_of(subject.train)[:, 0], "all")
+    records = diagnostic.share_records(total, places_of(subject.train)[:, 0], "all")
     assert not any(record["signed"].defined for record in records)
     with pytest.raises(InputError, match="no causal-window pair"):
         diagnostic.diagnose(subject, TINY)
@@ -218,11 +222,11 @@ def test_too_few_tokens_are_refused() -> None:
 
 def test_shares_add_up_and_keep_their_signs() -> None:
     generator = np.random.default_rng(0)
-    parts = {name: generator.normal(size=50) for name in causal_parts.PARTS}
+    parts = {name: generator.normal(size=50) for name in diagnostic.PARTS}
     parts["score"] = -0.5 * parts["window"]  # works against the rest
     parts["exact"] = sum(parts.values())
     rows = np.arange(50) // 5
-    records = causal_parts.share_records(parts, rows, "0")
+    records = diagnostic.share_records(parts, rows, "0")
     assert sum(record["signed"].value for record in records) == pytest.approx(1.0)
     by_part = {record["part"]: record for record in records}
     assert by_part["score path"]["signed"].value < 0

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from alphatoken.diagnose.intervals import FEWEST, Estimate, bootstrap
+from alphatoken.diagnose.statistics import FEWEST, Estimate, bootstrap
 from alphatoken.errors import InputError
 
 

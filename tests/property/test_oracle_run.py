@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from alphatoken.data import EncodeOptions, collate, encode_rows
 from alphatoken.data.stdlib import code_rows
-from alphatoken.diagnose.metrics import spearman
+from alphatoken.diagnose.statistics import spearman
 from alphatoken.direction.optimizers import full_preconditioners
 from alphatoken.errors import InputError
 from alphatoken.oracle import gradients

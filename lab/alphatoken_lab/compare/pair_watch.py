@@ -3,7 +3,7 @@
 The paper's diagnostic is of token pairs "during training". Every so many optimizer steps the same
 probe goes through the model, without dropout and without a graph, and attention weight and
 value-output deviation of its causal-window pairs are counted
-(:mod:`alphatoken.diagnose.collected_pairs`). Nothing of the model or of the run's random state
+(:mod:`alphatoken.diagnose.pairs`). Nothing of the model or of the run's random state
 changes: a run with the callback ends with the bits of one without.
 
     trainer.add_callback(watch_pairs(trainer, "pairs.safetensors", every=50))
@@ -23,8 +23,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from alphatoken.diagnose.collected_pairs import CollectedPairs, PairCounts
-from alphatoken.diagnose.pairs import choose_positions, see_calls, softmax_layers, weigh_pairs
+from alphatoken.diagnose.pairs import (
+    CollectedPairs,
+    PairCounts,
+    choose_positions,
+    see_calls,
+    softmax_layers,
+    weigh_pairs,
+)
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
 from alphatoken.model.layer_choice import read_layers

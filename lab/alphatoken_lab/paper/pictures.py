@@ -7,7 +7,7 @@ from typing import Any
 
 from alphatoken.diagnose.diagnosis import Drawing, Table
 from alphatoken.diagnose.figures import Figure, draw
-from alphatoken.diagnose.intervals import Estimate
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken_lab.paper.layout import Filled, Row, caption
 
