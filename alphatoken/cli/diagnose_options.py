@@ -174,8 +174,10 @@ def read_request(name: str, *words: str) -> Request:
     )
     shared = DiagnoseOptions(**{one.name: said[one.name] for one in fields(DiagnoseOptions)})
     own = {key.removeprefix(_OWN): value for key, value in said.items() if key.startswith(_OWN)}
-    given = {} if name == ALL else {name: own}
-    options = {key: _options(key, module, given.get(key, {})) for key, module in modules.items()}
+    own_by_name = {} if name == ALL else {name: own}
+    options = {
+        key: _options(key, module, own_by_name.get(key, {})) for key, module in modules.items()
+    }
     command = shlex.join(["alphatoken", "diagnose", name, *words])
     fixed = {one for one in SIZES if getattr(shared, one) is not None}
     # Whoever draws them from the training rows must say how many; the budget may stop before.
@@ -219,9 +221,9 @@ _OWN = "own_"
 """Before the names of a diagnostic's own options, which may be called as one that all share."""
 
 
-def _options(name: str, module: ModuleType, given: Mapping[str, Any]) -> Any:
+def _options(name: str, module: ModuleType, arguments: Mapping[str, Any]) -> Any:
     try:
-        return module.Options(**given)
+        return module.Options(**arguments)
     except AlphaTokenError as error:
         raise ConfigError(f"an option of {name} has no meaning: {error}") from None
 
@@ -238,8 +240,8 @@ def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
     kinds = kinds_of(options)
     for one in fields(options):
         # One that all diagnostics have already gets the diagnostic's name before it.
-        taken = {f"--{one.name}", f"--score_{one.name}"} & set(parser._option_string_actions)
-        flag = f"--{name.replace('-', '_')}_{one.name}" if taken else f"--{one.name}"
+        clashes = {f"--{one.name}", f"--score_{one.name}"} & set(parser._option_string_actions)
+        flag = f"--{name.replace('-', '_')}_{one.name}" if clashes else f"--{one.name}"
         add_option(own, one, kinds[one.name], flag, f"{_OWN}{one.name}", default=argparse.SUPPRESS)
     return parser
 

@@ -181,24 +181,24 @@ class _Folder:
     @classmethod
     def open(cls, path: Path, prepared: Prepared, request: Request) -> _Folder:
         """A new run, or an earlier one, which must have the same settings."""
-        known: dict[str, dict[str, Any]] = {}
+        diagnostics: dict[str, dict[str, Any]] = {}
         manifest = path / _MANIFEST
         if manifest.exists() and request.shared.overwrite_output:
             _clear(path)
         if manifest.exists():
             earlier = read_manifest(manifest)
             same_settings(earlier["settings"], prepared.settings)
-            known = dict(earlier.get("diagnostics", {}))
+            diagnostics = dict(earlier.get("diagnostics", {}))
         for name, options in request.options.items():
-            asked = asdict(options)
-            if name in known:
+            chosen = asdict(options)
+            if name in diagnostics:
                 then, now = (
                     {f"{name}.{key}": value for key, value in each.items()}
-                    for each in (known[name]["options"], asked)
+                    for each in (diagnostics[name]["options"], chosen)
                 )
                 same_settings(then, now)
-            known[name] = {**known.get(name, {}), "options": asked}
-        folder = cls(path, prepared, known, request.command)
+            diagnostics[name] = {**diagnostics.get(name, {}), "options": chosen}
+        folder = cls(path, prepared, diagnostics, request.command)
         folder._write()
         return folder
 

@@ -108,13 +108,15 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     redrawn = bootstrap(
         np.mean, redrawn_changes(base.total, shares, ratio), groups=base.groups, seed=seed
     )
-    found, refused = {_FLOAT32: base.total}, []
+    values_by_arithmetic, refused = {_FLOAT32: base.total}, []
     for one in (one for one in _OTHERS if one.on(device, loaded)):
         try:
-            found[one] = _values(base, subject.model, one)
+            values_by_arithmetic[one] = _values(base, subject.model, one)
         except (CoverageError, NumericalError, UnsupportedError) as problem:
             refused.append(f"There are no values with {one.name}: {problem.what}.")
-    records = [_record(base, one, values, redrawn, loaded) for one, values in found.items()]
+    records = [
+        _record(base, one, values, redrawn, loaded) for one, values in values_by_arithmetic.items()
+    ]
     rows = len(base.validation)
     drawn = {"validation_rows": rows, "draws": options.resamples, "decisions_changed": redrawn}
     return conclude(
@@ -125,7 +127,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             Table.of("arithmetics", "Values in each arithmetic, beside float32", records),
             Table.of("other-rows", "The same values against other validation rows", [drawn]),
         ],
-        [_figure(_tokens_table(base, found), keep_count(ratio, len(base.total)))],
+        [_figure(_tokens_table(base, values_by_arithmetic), keep_count(ratio, len(base.total)))],
         valued=base.rows,
         notes=[*base.notes, *_notes(device, loaded), *refused],
         settings=asdict(options),
@@ -172,28 +174,28 @@ def _record(
     loaded: set[torch.dtype],
 ) -> dict[str, Any]:
     """One arithmetic beside float32, whose own record has no verdict."""
-    found = changes(values, base.total, base.subject.ratio, base.groups, seed=base.subject.seed)
-    changed = found["decisions_changed"].value
+    measures = changes(values, base.total, base.subject.ratio, base.groups, seed=base.subject.seed)
+    changed = measures["decisions_changed"].value
     good = None if one == _FLOAT32 else changed < redrawn.value or changed == 0
     return {
         "arithmetic": one.name,
         "yours": loaded == {one.weights} and not (one.autocast or one.tf32),
         "good_enough": good,
-        **found,
+        **measures,
     }
 
 
 # --- values --------------------------------------------------------------------------------------
 
 
-def _values(base: OwnValues, given: nn.Module, one: Arithmetic) -> Numbers:
+def _values(base: OwnValues, original: nn.Module, one: Arithmetic) -> Numbers:
     """(n,) values of the same tokens, finite; the reference weights are rounded as the others.
 
     Raises:
         CoverageError, NumericalError, UnsupportedError: the model has no values so.
     """
     narrow = one.weights != torch.float32
-    model = _with_weights(given, one.weights) if narrow else base.model
+    model = _with_weights(original, one.weights) if narrow else base.model
     retention = base.retention
     if retention is not None and narrow:
         rounded = {name: weight.to(one.weights) for name, weight in retention.reference.items()}
@@ -223,9 +225,12 @@ def _with_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 # --- what is said --------------------------------------------------------------------------------
 
 
-def _tokens_table(base: OwnValues, found: Mapping[Arithmetic, Numbers]) -> Table:
+def _tokens_table(base: OwnValues, values_by_arithmetic: Mapping[Arithmetic, Numbers]) -> Table:
     """One record a token and arithmetic."""
-    ranks = {one: np.argsort(np.argsort(-x, kind="stable")) + 1 for one, x in found.items()}
+    ranks = {
+        one: np.argsort(np.argsort(-x, kind="stable")) + 1
+        for one, x in values_by_arithmetic.items()
+    }
     records = [
         {
             "arithmetic": one.name,
@@ -236,7 +241,7 @@ def _tokens_table(base: OwnValues, found: Mapping[Arithmetic, Numbers]) -> Table
             "rank in float32": int(ranks[_FLOAT32][place]),
             "rank": int(ranks[one][place]),
         }
-        for one, values in found.items()
+        for one, values in values_by_arithmetic.items()
         if one != _FLOAT32
         for place, row in enumerate(base.groups)
     ]
@@ -267,13 +272,13 @@ def _conclusion(records: Sequence[Mapping[str, Any]], redrawn: Estimate, rows: i
         [record["arithmetic"] for record in records if record["good_enough"] == wanted]
         for wanted in (True, False)
     )
-    found = " and ".join(good) or "float32 alone"
-    found += f", but not with {' or '.join(bad)}" if good and bad else ""
+    verdict = " and ".join(good) or "float32 alone"
+    verdict += f", but not with {' or '.join(bad)}" if good and bad else ""
     shares = ", ".join(
         f"{percent(record['decisions_changed'])} with {record['arithmetic']}" for record in records
     )
     return (
-        f"Values are good enough with {found}: the share of decisions that change is {shares}, "
+        f"Values are good enough with {verdict}: the share of decisions that change is {shares}, "
         f"and {percent(redrawn)} with another draw of the {rows} validation rows."
     )
 

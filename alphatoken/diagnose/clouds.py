@@ -55,8 +55,8 @@ def components_of(points: Numbers) -> Numbers:
     directions: Numbers = np.linalg.svd(points - points.mean(0), full_matrices=False)[2]
     largest = np.abs(directions).argmax(1)
     signs = np.sign(directions[np.arange(len(directions)), largest])
-    found: Numbers = (signs[:, None] * directions).T
-    return found
+    components: Numbers = (signs[:, None] * directions).T
+    return components
 
 
 def clusters_of(points: Numbers, clusters: int, seed: int) -> NDArray[np.int64]:
@@ -65,8 +65,8 @@ def clusters_of(points: Numbers, clusters: int, seed: int) -> NDArray[np.int64]:
     from sklearn.cluster import KMeans
 
     distinct = len(np.unique(points, axis=0))
-    found = KMeans(min(clusters, distinct), n_init=4, random_state=seed).fit_predict(points)
-    return np.asarray(found, dtype=np.int64)
+    labels = KMeans(min(clusters, distinct), n_init=4, random_state=seed).fit_predict(points)
+    return np.asarray(labels, dtype=np.int64)
 
 
 def entropy(labels: NDArray[Any], clusters: int) -> float:
@@ -176,9 +176,9 @@ def states_of(adapter: DecoderAdapter, batch: LabelledBatch) -> tuple[Tensor, Te
             handle.remove()
     (hidden,) = last
     wanted = (hidden.shape[-1], logits.shape[-1])
-    found = [entry for entry, width in heads if (entry.shape[-1], width) == wanted]
+    entries = [entry for entry, width in heads if (entry.shape[-1], width) == wanted]
     losses = token_losses(logits, batch.labels)
-    return found[-1] if found else hidden, losses, bool(found)
+    return entries[-1] if entries else hidden, losses, bool(entries)
 
 
 def head_states(
@@ -195,8 +195,8 @@ def head_states(
 
     def of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         checked = read_batch(batch, max_length=adapter.max_positions())
-        states, losses, found = states_of(adapter, checked)
-        places.add(found)
+        states, losses, has_head = states_of(adapter, checked)
+        places.add(has_head)
         if not pooled:
             at = to_label_position(checked.mask)
             return {"states": states[at], "losses": losses[checked.mask]}

@@ -110,8 +110,10 @@ def _count(labels: Indices) -> int:
 def band_of(labels: Indices, kept: int, draws: int, seed: int) -> tuple[float, float]:
     """Band of 95 % of the entropies of ``draws`` random selections of ``kept`` tokens."""
     generator = np.random.default_rng(seed)
-    found = [entropy(generator.permutation(labels)[:kept], _count(labels)) for _ in range(draws)]
-    low, high = np.nanquantile(found, [0.025, 0.975])
+    entropies = [
+        entropy(generator.permutation(labels)[:kept], _count(labels)) for _ in range(draws)
+    ]
+    low, high = np.nanquantile(entropies, [0.025, 0.975])
     return float(low), float(high)
 
 
@@ -129,12 +131,12 @@ def _entropy_table(even: Mapping[str, float], band: tuple[float, float], whole: 
     records = [
         {
             "policy": name,
-            "entropy": found,
+            "entropy": evenness,
             "random_low": band[0],
             "random_high": band[1],
             "all_candidates": whole,
         }
-        for name, found in even.items()
+        for name, evenness in even.items()
     ]
     return Table.of(
         "coverage-entropy",
@@ -185,13 +187,13 @@ def _map(
 def _conclusion(even: Mapping[str, float], band: tuple[float, float]) -> str:
     """Evenness of the tokens that the first policy keeps, beside random selections."""
     name = next((name for name in even if name != "random"), "random")
-    found, (low, high) = even[name], band
+    evenness, (low, high) = even[name], band
     how = "as even as"
-    how = "less even than" if found < low else how
-    how = "more even than" if found > high else how
+    how = "less even than" if evenness < low else how
+    how = "more even than" if evenness > high else how
     return (
         f"What {name} keeps is {how} a random choice: entropy over clusters of contexts "
-        f"{found:.3f}; of random choices 95 % lie in [{low:.3f}, {high:.3f}]."
+        f"{evenness:.3f}; of random choices 95 % lie in [{low:.3f}, {high:.3f}]."
     )
 
 

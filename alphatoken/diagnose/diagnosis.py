@@ -76,14 +76,14 @@ class Table:
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Cell]:
-    found: dict[str, Cell] = {}
+    cells: dict[str, Cell] = {}
     for name, cell in record.items():
         if isinstance(cell, Estimate):
-            found[name] = cell.value
-            found |= {f"{name}_low": cell.low, f"{name}_high": cell.high, f"{name}_n": cell.count}
+            cells[name] = cell.value
+            cells |= {f"{name}_low": cell.low, f"{name}_high": cell.high, f"{name}_n": cell.count}
         else:
-            found[name] = cell
-    return found
+            cells[name] = cell
+    return cells
 
 
 def _plain(cell: Cell) -> str:

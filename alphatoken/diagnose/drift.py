@@ -54,9 +54,9 @@ class Options(CheckedOptions):
 def relative_shift(before: Numbers, after: Numbers) -> Numbers:
     """(n,) ``||y_i - x_i|| / ||x_i||`` of each probe (n, d); NaN where the state before is zero."""
     sizes = np.linalg.norm(before, axis=1)
-    found = np.full(len(sizes), np.nan)
-    np.divide(np.linalg.norm(after - before, axis=1), sizes, out=found, where=sizes > 0)
-    return found
+    shifts = np.full(len(sizes), np.nan)
+    np.divide(np.linalg.norm(after - before, axis=1), sizes, out=shifts, where=sizes > 0)
+    return shifts
 
 
 def _per_token(losses: Numbers, tokens: Numbers) -> float:
@@ -96,8 +96,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         after = _pooled(subject, load(), model, probes)
         for name in probes:
             tokens = np.array([float(row.response_tokens) for row in probes[name]])
-            found = set_record(before[name], after[name], tokens)
-            records.append({"model": model, "set": name} | found)
+            record = set_record(before[name], after[name], tokens)
+            records.append({"model": model, "set": name} | record)
             clouds[name][model] = after[name].states
     places = {name: laid_out(cloud, seed=subject.seed) for name, cloud in clouds.items()}
     sets = Table.of(
@@ -130,10 +130,10 @@ def _models(
     Others are loaded one at a time. A single model with others beside it is the one before; one
     that stands alone has a copy fine-tuned.
     """
-    if taken := {options.label, BEFORE} & set(subject.beside):
+    if duplicates := {options.label, BEFORE} & set(subject.beside):
         raise ConfigError(
             "two models have one name",
-            got=", ".join(sorted(taken)),
+            got=", ".join(sorted(duplicates)),
             remedy="--beside NAME=MODEL with other names, or --label NAME",
         )
     if subject.beside and subject.reference is None:
@@ -146,17 +146,17 @@ def _pooled(
     subject: Subject, model: nn.Module, name: str, probes: Mapping[str, Sequence[Example]]
 ) -> dict[str, HeadStates]:
     """States of one model on every set; refuses those that are not finite."""
-    found = {}
+    states = {}
     for one, rows in probes.items():
         tracker = subject.tracker(f"States {name}, {one}", len(rows))
-        found[one] = head_states(model, subject.batches(rows), tracker, pooled=True)
-        if not np.isfinite(found[one].states).all():
+        states[one] = head_states(model, subject.batches(rows), tracker, pooled=True)
+        if not np.isfinite(states[one].states).all():
             raise DataError(
                 "a probe has a state that is not finite",
                 got=f"retention set '{one}', model '{name}'",
                 remedy="look at the rows and the weights",
             )
-    return found
+    return states
 
 
 def laid_out(clouds: Mapping[str, Numbers], *, seed: int) -> dict[str, Numbers]:

@@ -123,23 +123,23 @@ def _costs(
     batch, *_ = subject.batches(rows[:count])
     tracker = subject.tracker("Cost", len(settings))
     step = step_flops(subject.adapter, batch)
-    found: dict[Setting, dict[str, float]] = {}
-    known: dict[Any, float] = {}
+    costs: dict[Setting, dict[str, float]] = {}
+    direction_costs: dict[Any, float] = {}
     for number, setting in enumerate(settings):
         config, place = setting.config(subject.config), (setting.layers, setting.everything)
-        validation = subject.validation[: 1 if place in known else count]
+        validation = subject.validation[: 1 if place in direction_costs else count]
         scorer = scorer_for(subject, rows=validation, config=config)
         scorer.estimator.proofs.take(proved[setting.estimator])
-        if place not in known:
-            known[place] = direction_flops(scorer) / step
+        if place not in direction_costs:
+            direction_costs[place] = direction_flops(scorer) / step
         values = values_flops(scorer, batch) / step
-        found[setting] = {
+        costs[setting] = {
             "of_a_step": values,
-            "direction_of_a_step": known[place],
-            "cost_in_training_steps": values + known[place],
+            "direction_of_a_step": direction_costs[place],
+            "cost_in_training_steps": values + direction_costs[place],
         }
         tracker.report(number + 1)
-    return found
+    return costs
 
 
 # --- the diagnosis -------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     settings = [s for s in dict.fromkeys([*by_depth, own, exact]) if s.estimator in proved]
     readings = read(subject, rows, direction, settings)
     truth, row = readings[exact], places_of(rows)[:, 0]
-    found = {
+    agreements = {
         setting: agreement(values, truth, subject.ratio, row)
         for setting, values in readings.items()
         if setting != exact
@@ -168,7 +168,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
     def table(key: str, title: str, settings: Sequence[Setting]) -> Table:
         records = [
-            {**setting.columns, **found[setting], **costs[setting], "yours": setting == own}
+            {**setting.columns, **agreements[setting], **costs[setting], "yours": setting == own}
             for setting in settings
         ]
         return Table.of(key, title, records, _COSTS)
@@ -177,9 +177,9 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     return conclude(
         "estimators",
         subject,
-        _conclusion(own, exact, found, costs),
+        _conclusion(own, exact, agreements, costs),
         [layers],
-        _figures(table("pareto", "Cost against fidelity", list(found)), layers),
+        _figures(table("pareto", "Cost against fidelity", list(agreements)), layers),
         valued=rows,
         notes=[checked, *_notes(subject, refused, own in settings)],
     )
@@ -188,18 +188,18 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 def _conclusion(
     own: Setting,
     exact: Setting,
-    found: Mapping[Setting, Mapping[str, Any]],
+    agreements: Mapping[Setting, Mapping[str, Any]],
     costs: Mapping[Setting, Mapping[str, float]],
 ) -> str:
     price = f"costs {costs[exact]['cost_in_training_steps']:.1f} training steps"
     if own == exact:
         return f"Your setting is the exact first-order value, and {price}."
-    if own not in found:
+    if own not in agreements:
         return f"Your estimator, {own.estimator}, is not compared here; the exact value {price}."
     return (
-        f"Your setting, {own}, ranks tokens at {found[own]['spearman']} to their exact first-order "
-        f"values, and costs {costs[own]['cost_in_training_steps']:.1f} training steps; the exact "
-        f"value costs {costs[exact]['cost_in_training_steps']:.1f}."
+        f"Your setting, {own}, ranks tokens at {agreements[own]['spearman']} to their exact "
+        f"first-order values, and costs {costs[own]['cost_in_training_steps']:.1f} training steps; "
+        f"the exact value costs {costs[exact]['cost_in_training_steps']:.1f}."
     )
 
 

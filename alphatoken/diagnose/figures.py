@@ -161,9 +161,9 @@ def _axis_labels(figure: Figure) -> tuple[str, str]:
 
 def _names(records: Sequence[Record], column: str) -> list[str]:
     """The words along an axis, in their order; none where it has numbers only."""
-    found = [record.get(column) for record in records]
-    worded = any(isinstance(one, str) for one in found)
-    return list(dict.fromkeys(map(str, found))) if worded else []
+    cells = [record.get(column) for record in records]
+    worded = any(isinstance(one, str) for one in cells)
+    return list(dict.fromkeys(map(str, cells))) if worded else []
 
 
 def _labels(axes: Axes) -> list[str]:
@@ -189,14 +189,14 @@ def _series(figure: Figure, records: Sequence[Record]) -> list[tuple[str, int, l
     """Label, place of colour and shape, and rows of each entry of ``series``, or of all rows."""
     if not figure.series:
         return [("", 0, [*records])]
-    found = []
+    series = []
     entries = dict.fromkeys(record[figure.series] for record in figure.table.records())
     for place, entry in enumerate(entries):
         own = [record for record in records if record[figure.series] == entry]
         said = f"{entry:g}" if isinstance(entry, float) else str(entry)
         if own:
-            found.append((said, place % len(COLOURS), own))
-    return found
+            series.append((said, place % len(COLOURS), own))
+    return series
 
 
 def _places(
@@ -250,10 +250,10 @@ def _draw_band(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
 
 def _finish_axes(axes: Axes, figure: Figure, names: Sequence[Sequence[str]]) -> None:
     """Scales, limits, guides, names and labels."""
-    for axis, label, scale, limits, known in zip(
+    for axis, label, scale, limits, words in zip(
         "xy", _axis_labels(figure), figure.scales, figure.limits, names, strict=True
     ):
-        axes.set(**{f"{axis}label": "" if known else label, f"{axis}scale": scale})
+        axes.set(**{f"{axis}label": "" if words else label, f"{axis}scale": scale})
         if limits is not None:
             getattr(axes, f"set_{axis}lim")(*limits)
     if names[1]:
@@ -365,8 +365,8 @@ def density_of(values: Numbers, places: int = 200) -> tuple[Numbers, Numbers]:
     if not spread > 0:
         return np.zeros(0), np.zeros(0)
     at = np.linspace(values.min() - spread, values.max() + spread, places)
-    found: Numbers = stats.gaussian_kde(values)(at)
-    return at, found
+    density: Numbers = stats.gaussian_kde(values)(at)
+    return at, density
 
 
 def _draw_parts(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:

@@ -77,45 +77,45 @@ def variants(subject: Subject, max_new_tokens: int) -> tuple[dict[str, FisherDri
     All are fitted on ``subject.fisher_rows``. A Fisher that was given takes the place of the one of
     its structure.
     """
-    given, own = subject.fisher, {"labels": "sequence", "max_new_tokens": max_new_tokens}
+    fisher, own = subject.fisher, {"labels": "sequence", "max_new_tokens": max_new_tokens}
 
     def main(structure: str) -> FisherDrift:
-        if given is not None and given.structure == structure:
-            return given
+        if fisher is not None and fisher.structure == structure:
+            return fisher
         return subject.fitted_fisher(structure, **own)
 
-    found = {"diagonal": main("diagonal")}
+    fishers = {"diagonal": main("diagonal")}
     notes = []
     if not ParameterChoice.read(subject.config.parameters).only_linears:
         notes.append("No Kronecker Fisher: values are over more than linears.")
     else:
         try:
-            found["kronecker"] = main("kronecker")
+            fishers["kronecker"] = main("kronecker")
         except CoverageError as problem:
             notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
-    found["diagonal, token labels"] = subject.fitted_fisher("diagonal", labels="token")
-    return found, notes
+    fishers["diagonal, token labels"] = subject.fitted_fisher("diagonal", labels="token")
+    return fishers, notes
 
 
 def _along(scorer: Scorer, retention: Any) -> dict[str, Tensor]:
     """V of a Fisher or of retention batches, at the scorer's model, by the library's own way."""
     scorer.set_retention(retention)
-    found = scorer.direction.stability
-    assert found is not None
-    return {name: part.detach().clone() for name, part in found.items()}
+    stability = scorer.direction.stability
+    assert stability is not None
+    return {name: part.detach().clone() for name, part in stability.items()}
 
 
 # --- answer ------------------------------------------------------------------------------------
 
 
-def _conclusion(found: Table) -> str:
+def _conclusion(scores: Table) -> str:
     """True if the diagonal proxy ranks as all retention rows together do."""
     (place,) = (
         place
-        for place, record in enumerate(found.records())
+        for place, record in enumerate(scores.records())
         if (record["retention"], record["proxy"]) == (POOLED, "diagonal")
     )
-    score = found.estimate(place, "spearman")
+    score = scores.estimate(place, "spearman")
     how = "not clearly as real retention rows do"
     how = "as real retention rows do" if score.low > 0 else how
     how = "the wrong way round" if score.high < 0 else how
@@ -135,7 +135,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     rows = subject.sample()
     subject.require_tokens(rows, FEWEST, "a rank correlation of so few tokens means nothing")
     before, after, said = subject.before_and_after()
-    pooled = subject.batches([row for found in retention.values() for row in found])
+    pooled = subject.batches([row for rows_of_set in retention.values() for row in rows_of_set])
     config = replace(subject.config, objective="stability", preconditioner=None)
     scorer = Scorer(after, None, list(pooled), config)
     scorer.warn = False
@@ -247,14 +247,14 @@ def _overlap_figure(scores: Mapping[str, Numbers], proxies: Sequence[str], rows:
 
 
 def _notes(subject: Subject, retention: Mapping[str, Sequence[Example]]) -> list[str]:
-    sets = ", ".join(f"{len(found)} of {name}" for name, found in retention.items())
-    held = len(subject.fisher_rows)
+    sets = ", ".join(f"{len(rows_of_set)} of {name}" for name, rows_of_set in retention.items())
+    rows = len(subject.fisher_rows)
     notes = [
         f"Held-out retention rows: {sets}.",
-        f"Fishers are fitted on the prompts of {held} rows that are not valued; whether the model "
+        f"Fishers are fitted on the prompts of {rows} rows that are not valued; whether the model "
         "was tuned on them is not known here."
         if subject.prompts
-        else f"No prompts were held out: Fishers are fitted on those of the {held} training rows, "
+        else f"No prompts were held out: Fishers are fitted on those of the {rows} training rows, "
         "which are valued too. The paper's are held out.",
     ]
     if subject.fisher is not None:

@@ -178,13 +178,13 @@ def _chosen(subject: Subject, options: Options) -> tuple[list[int], list[int]]:
 def _valued(subject: Subject, pool: Sequence[int]) -> Valued:
     """Values of the pool."""
     rows = [subject.train[place] for place in pool]
-    found = subject.score(scorer_for(subject, retention=retention_term(subject)), rows)
-    columns = parts_of(found, subject.config.stability_weight)
+    scores = subject.score(scorer_for(subject, retention=retention_term(subject)), rows)
+    columns = parts_of(scores, subject.config.stability_weight)
     return Valued(
         pool,
         rows,
-        found["row"],
-        found["position"],
+        scores["row"],
+        scores["position"],
         columns,
         kept(columns["total"], subject.ratio),
     )
@@ -256,8 +256,10 @@ def _kinds_figure(kinds: Table, ratio: float) -> Figure:
 
 def _conclusion(kinds: Table, ratio: float) -> str:
     """The kind of token that is kept most clearly more, or less, often than all tokens are."""
-    found = [(str(one["kind"]), kinds.estimate(i, "kept")) for i, one in enumerate(kinds.records())]
-    unlike = [(kind, kept) for kind, kept in found if kept.low > ratio or kept.high < ratio]
+    shares = [
+        (str(one["kind"]), kinds.estimate(i, "kept")) for i, one in enumerate(kinds.records())
+    ]
+    unlike = [(kind, kept) for kind, kept in shares if kept.low > ratio or kept.high < ratio]
     if not unlike:
         return "No kind of token is clearly kept more or less often than the others."
     kind, kept = max(unlike, key=lambda one: abs(one[1].value - ratio))

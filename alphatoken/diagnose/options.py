@@ -36,11 +36,11 @@ class CheckedOptions:
     def __post_init__(self) -> None:
         """Check every field."""
         for one in fields(self):
-            given = getattr(self, one.name)
-            entries: Sequence[Any] = given if isinstance(given, tuple) else (given,)
+            value = getattr(self, one.name)
+            entries: Sequence[Any] = value if isinstance(value, tuple) else (value,)
             for entry in entries if "choices" in one.metadata else ():
                 require_choice(one.name, entry, one.metadata["choices"])
             limits = {name: one.metadata[name] for name in _LIMITS if name in one.metadata}
             if not all(_LIMITS[n][1](entry, end) for n, end in limits.items() for entry in entries):
                 said = " and ".join(f"{_LIMITS[name][0]} {end:g}" for name, end in limits.items())
-                raise ConfigError(f"{one.name} must be {said}", got=repr(given))
+                raise ConfigError(f"{one.name} must be {said}", got=repr(value))

@@ -197,14 +197,16 @@ def row_columns(
     size = sum(p.numel() for p in scorer.parameters.values())
     chunk = max(1, _HELD // size)
     blocks: list[Numbers] = []
-    given = scorer.validation
+    validation_before = scorer.validation
     try:
         for start in range(0, len(validation), chunk):
-            held = [_gradient(subject, scorer, row) for row in validation[start : start + chunk]]
-            label = f"Values against {start + len(held)} of {len(validation)} validation rows"
-            blocks.append(values_along(subject, scorer, rows, held, label))
+            directions = [
+                _gradient(subject, scorer, row) for row in validation[start : start + chunk]
+            ]
+            label = f"Values against {start + len(directions)} of {len(validation)} validation rows"
+            blocks.append(values_along(subject, scorer, rows, directions, label))
     finally:
-        scorer.set_validation(given)
+        scorer.set_validation(validation_before)
     tokens = np.array([row.response_tokens for row in validation], dtype=np.int64)
     return RowColumns(np.concatenate(blocks, axis=1) * tokens, tokens)
 

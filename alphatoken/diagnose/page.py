@@ -23,7 +23,7 @@ LEAD = (
 def section_of(
     name: str,
     question: str,
-    found: Diagnosis | None,
+    diagnosis: Diagnosis | None,
     *,
     failure: str = "",
     shared: Mapping[str, object] | None = None,
@@ -33,12 +33,12 @@ def section_of(
     Args:
         name: of the diagnostic; also its anchor.
         question: what it answers.
-        found: its diagnosis, if it has run.
+        diagnosis: if it has run; None otherwise.
         failure: why it could not run, or "".
         shared: settings that stand at the end of the page, and are left out here.
     """
     anchor, spoken = page.anchor_of(name), name.replace("-", " ").capitalize()
-    if found is None:
+    if diagnosis is None:
         said = f"Could not run: {failure}" if failure else "Not run yet."
         return page.Section(anchor, question, spoken, said)
     shared = shared or {}
@@ -46,11 +46,13 @@ def section_of(
         anchor,
         question,
         spoken,
-        verdict=found.conclusion,
-        pictures=[_picture(name, figure) for figure in found.figures],
-        tables=[_table(name, table) for table in found.tables],
-        notes=found.notes,
-        settings={key: value for key, value in found.settings.items() if shared.get(key) != value},
+        verdict=diagnosis.conclusion,
+        pictures=[_picture(name, figure) for figure in diagnosis.figures],
+        tables=[_table(name, table) for table in diagnosis.tables],
+        notes=diagnosis.notes,
+        settings={
+            key: value for key, value in diagnosis.settings.items() if shared.get(key) != value
+        },
     )
 
 

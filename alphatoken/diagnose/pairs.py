@@ -66,16 +66,16 @@ def softmax_layers(
         UnsupportedError: there is none.
     """
     mixers = {layer: adapter.other_mixers([layer]) for layer in resolve_layers(adapter, layers)}
-    found = tuple(layer for layer, others in mixers.items() if not others)
+    softmax = tuple(layer for layer, others in mixers.items() if not others)
     others = {name: kind for one in mixers.values() for name, kind in one.items()}
-    if not found:
+    if not softmax:
         raise UnsupportedError(
             "Value-Propagation has no attention weights to propagate along",
             got="; ".join(f"{name}: {kind}" for name, kind in others.items()),
             why="every scored layer mixes positions in another way than softmax attention",
             remedy=f"score layers with softmax attention, or {remedy}",
         )
-    return found, others
+    return softmax, others
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def choose_positions(
 
 
 def weigh_pairs(
-    seen: RecordedCall, used: Tensor, chosen: Tensor, window: int | None
+    record: RecordedCall, used: Tensor, chosen: Tensor, window: int | None
 ) -> tuple[Numbers, Numbers]:
     """Weight and deviation of all pairs (k, t), t chosen, k used, t < k <= t + window: (n, h) each.
 
@@ -167,7 +167,7 @@ def weigh_pairs(
     Pairs that the mask hides from all heads are left out.
 
     Args:
-        seen: one attention call.
+        record: one attention call.
         used: (b, t) positions that take part.
         chosen: (b, t) token positions to look at.
         window: W; None for no limit.
@@ -175,13 +175,13 @@ def weigh_pairs(
     Exactness: exact up to rounding in the model's dtype. Oracle: ``alphatoken.oracle.jacobian``
     (``attend``).
     """
-    found = _select(AttentionStatistics(seen.call), used, chosen, window)
-    heads, width = seen.call.query.shape[1], seen.call.value.shape[3]
+    pairs = _select(AttentionStatistics(record.call), used, chosen, window)
+    heads, width = record.call.query.shape[1], record.call.value.shape[3]
     size = max(1, _WORKSPACE // max(1, heads * width))
     with torch.no_grad():
-        blocks = zip(*(column.split(size) for column in found), strict=True)
-        deviation = torch.cat([_deviation(seen, _Selected(*block)) for block in blocks])
-    return found.alpha.double().cpu().numpy(), deviation.double().cpu().numpy()
+        blocks = zip(*(column.split(size) for column in pairs), strict=True)
+        deviation = torch.cat([_deviation(record, _Selected(*block)) for block in blocks])
+    return pairs.alpha.double().cpu().numpy(), deviation.double().cpu().numpy()
 
 
 class _Selected(NamedTuple):
@@ -210,14 +210,14 @@ def _select(
     return _Selected(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _deviation(seen: RecordedCall, pairs: _Selected) -> Tensor:
+def _deviation(record: RecordedCall, pairs: _Selected) -> Tensor:
     """``||v_t - o_k||_2 / sqrt(d_v)`` of some pairs, (n, h)."""
-    call, dtype = seen.call, pairs.alpha.dtype
+    call, dtype = record.call, pairs.alpha.dtype
     groups, width = call.value.shape[1], call.value.shape[3]
-    output = seen.output[pairs.row, :, pairs.k].to(dtype).unflatten(1, (groups, -1))
+    output = record.output[pairs.row, :, pairs.k].to(dtype).unflatten(1, (groups, -1))
     value = call.value[pairs.row, :, pairs.t].to(dtype).unsqueeze(2)
-    found: Tensor = torch.linalg.vector_norm(value - output, dim=-1).flatten(1) / width**0.5
-    return found
+    deviation: Tensor = torch.linalg.vector_norm(value - output, dim=-1).flatten(1) / width**0.5
+    return deviation
 
 
 Counts = NDArray[np.int64]
@@ -253,8 +253,8 @@ class PairCounts:
             alpha: attention weights, of any shape.
             deviation: ``||v_t - o_k|| / sqrt(d_h)``, of the same shape.
         """
-        seen = alpha > 0
-        weight, away = (x[seen].astype(np.float64) for x in (alpha, deviation))
+        visible = alpha > 0
+        weight, away = (x[visible].astype(np.float64) for x in (alpha, deviation))
         columns = [
             np.clip(np.log10(np.maximum(x, 1e-300)), edges[0], edges[-1])
             for x, edges in ((weight, ALPHA), (away, DEVIATION), (weight * away, RISK))
@@ -306,7 +306,7 @@ class CollectedPairs:
     @property
     def layers(self) -> list[int]:
         """Layers that were looked at."""
-        return sorted({layer for found in self.steps.values() for layer in found})
+        return sorted({layer for by_layer in self.steps.values() for layer in by_layer})
 
     def total(self, steps: Iterable[int] | None = None) -> PairCounts:
         """Counts of all layers over these steps, or over all."""
@@ -321,8 +321,8 @@ class CollectedPairs:
         """
         tensors = {
             f"{step}/{layer}/{name}": torch.from_numpy(getattr(counts, name))
-            for step, found in sorted(self.steps.items())
-            for layer, counts in sorted(found.items())
+            for step, by_layer in sorted(self.steps.items())
+            for layer, counts in sorted(by_layer.items())
             for name in ("joint", "risk")
         }
         metadata = {"kind": _KIND, "format": _FORMAT, "about": json.dumps(self.about)}
@@ -342,9 +342,9 @@ class CollectedPairs:
                 got=f"{path}: {metadata.get('kind', 'another kind of file')}",
                 remedy="the file that the callback watch_pairs of the lab writes",
             )
-        found = cls(json.loads(metadata["about"]))
+        pairs = cls(json.loads(metadata["about"]))
         for name in (one for one in tensors if one.endswith("/joint")):
             step, layer, _ = name.split("/")
             counts = PairCounts(tensors[name].numpy(), tensors[f"{step}/{layer}/risk"].numpy())
-            found.steps.setdefault(int(step), {})[int(layer)] = counts
-        return found
+            pairs.steps.setdefault(int(step), {})[int(layer)] = counts
+        return pairs

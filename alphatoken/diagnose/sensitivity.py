@@ -67,13 +67,13 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     options = options or Options()
     require_first_order(subject.config)
     own = OwnValues.of(subject, tuned=True)
-    found = {
+    records = {
         setting: _sweep(own, setting, tried) for setting, tried in _tried(own, options).items()
     }
     if own.retention is not None and bool(np.abs(own.values["stability"]).max() > 0):
         gain, keep = own.values["adaptation"], own.values["stability"]
         default = subject.config.stability_weight
-        found["lambda"] = [
+        records["lambda"] = [
             _compared(own, weight, own.total if weight == default else gain + weight * keep)
             for weight in sorted({*options.weights, default})
         ]
@@ -81,7 +81,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         sizes = _norm(direction.stability or {}), _norm(direction.adaptation)
         balance = abs(default) * sizes[0] / sizes[1]
         own.notes.append(f"||lambda V|| / ||G|| over all scored weights: {balance:.3g}.")
-    settings = _settings_table(found)
+    settings = _settings_table(records)
     return conclude(
         "sensitivity",
         subject,
@@ -151,8 +151,8 @@ def _sweep(
 
 
 def _compared(own: OwnValues, value: object, total: Numbers) -> dict[str, Any]:
-    found = agreement(own.total, total, own.subject.ratio, own.groups, seed=own.subject.seed)
-    return {"value": value, "default": total is own.total, **found}
+    measures = agreement(own.total, total, own.subject.ratio, own.groups, seed=own.subject.seed)
+    return {"value": value, "default": total is own.total, **measures}
 
 
 def scored(own: OwnValues, config: ScorerConfig) -> Numbers:
@@ -174,11 +174,11 @@ def _norm(direction: Mapping[str, Tensor]) -> float:
 # --- what is said ------------------------------------------------------------------------------
 
 
-def _settings_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+def _settings_table(records_by_setting: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
     """All settings, one record each."""
     records = [
         {"setting": setting, **record, "value": _said(record["value"])}
-        for setting, records in found.items()
+        for setting, records in records_by_setting.items()
         for record in records
     ]
     return Table.of("settings", "Kept tokens, one setting changed at a time", records)

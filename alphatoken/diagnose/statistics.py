@@ -138,11 +138,11 @@ def bootstrap(
         return Estimate.undefined(count, "all values are equal")
     generator = np.random.default_rng(seed)
     places = _resamples(count, groups, draws, generator)
-    found = np.array([statistic(*(array[index] for array in arrays)) for index in places])
-    found = found[~np.isnan(found)]
-    if not len(found):
+    results = np.array([statistic(*(array[index] for array in arrays)) for index in places])
+    results = results[~np.isnan(results)]
+    if not len(results):
         return Estimate.undefined(count, "not defined on any resample")
-    low, high = np.quantile(found, [0.025, 0.975])
+    low, high = np.quantile(results, [0.025, 0.975])
     return Estimate(value, float(min(low, value)), float(max(high, value)), count)
 
 
@@ -253,7 +253,7 @@ def overlap(ours: Column, theirs: Column) -> float:
     return float((a * b).sum() / a.sum()) if a.sum() else math.nan
 
 
-def relative_error(found: Numbers, true: Numbers) -> float:
-    """``||found - true|| / ||true||``; NaN where all true values are 0."""
-    size = float(np.linalg.norm(true))
-    return float(np.linalg.norm(found - true)) / size if size else math.nan
+def relative_error(values: Numbers, truth: Numbers) -> float:
+    """``||values - truth|| / ||truth||``; NaN where ``truth`` is 0."""
+    size = float(np.linalg.norm(truth))
+    return float(np.linalg.norm(values - truth)) / size if size else math.nan

@@ -107,10 +107,10 @@ class Stepper:
         with evaluation_mode(self.model), torch.enable_grad():
             losses = response_losses(self.adapter, batch.inputs, batch.labels)
             loss = (losses * weights.to(losses)).sum()
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 loss, list(self.parameters.values()), allow_unused=True, materialize_grads=True
             )
-        return dict(zip(self.parameters, found, strict=True))
+        return dict(zip(self.parameters, gradients, strict=True))
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -140,18 +140,18 @@ class Stepper:
         self.set_rate(lr)
         try:
             for name, p in self.parameters.items():
-                held = self.optimizer.state.pop(p, None)
-                if held:
+                state = self.optimizer.state.pop(p, None)
+                if state:
                     self.optimizer.state[p] = {
                         key: value.clone() if isinstance(value, Tensor) else value
-                        for key, value in held.items()
+                        for key, value in state.items()
                     }
                 p.grad = gradient(name).to(p)
                 self.optimizer.step()  # parameters without a gradient stay
                 p.grad = None
                 self.optimizer.state.pop(p, None)
-                if held:
-                    self.optimizer.state[p] = held
+                if state:
+                    self.optimizer.state[p] = state
             yield
         finally:
             self._restore()
@@ -254,12 +254,12 @@ def draw_short(
         rows of at most that length.
     """
     order = np.argsort(np.asarray(lengths), kind="stable")
-    taken = -(-len(order) // 2)
-    while taken < len(order) and int(np.isin(rows, order[:taken]).sum()) < most:
-        taken += 1
-    candidates = np.flatnonzero(np.isin(rows, order[:taken]))
+    count = -(-len(order) // 2)
+    while count < len(order) and int(np.isin(rows, order[:count]).sum()) < most:
+        count += 1
+    candidates = np.flatnonzero(np.isin(rows, order[:count]))
     chosen = candidates[draw(len(candidates), most, seed)]
-    return chosen.astype(np.int64), int(np.asarray(lengths)[order[taken - 1]])
+    return chosen.astype(np.int64), int(np.asarray(lengths)[order[count - 1]])
 
 
 def token_gradients(
@@ -275,9 +275,9 @@ def token_gradients(
     neighbours take part; nothing of the capture machinery does.
     """
     model = adapter.model
-    for row, found in groupby(places, key=itemgetter(0)):
+    for row, tokens_of_row in groupby(places, key=itemgetter(0)):
         batch = {name: x.to(device) for name, x in collate([rows[row]]).items()}
-        tokens = [(0, position) for _, position in found]
+        tokens = [(0, position) for _, position in tokens_of_row]
         with evaluation_mode(model), torch.enable_grad():
             yield from per_token_gradients(model, adapter.forward, batch, parameters, tokens)
 
@@ -297,9 +297,9 @@ def inner_products(
     Beside M one gradient is held at a time, and no copy of either beyond a block of numbers;
     ``done`` gets the number of tokens after each.
     """
-    found: list[list[float]] = []
+    products: list[list[float]] = []
     for gradient in gradients:
-        found.append([_product(gradient[name], m) for name, m in direction.items()])
+        products.append([_product(gradient[name], m) for name, m in direction.items()])
         del gradient  # before the next one is computed
-        done(len(found))
-    return np.array(found)
+        done(len(products))
+    return np.array(products)

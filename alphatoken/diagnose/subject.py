@@ -75,13 +75,13 @@ def require_first_order(config: ScorerConfig) -> None:
 
 def places_of(rows: Sequence[Example]) -> NDArray[np.int64]:
     """(n, 2): row and position of every response token, in that order; a first token never is."""
-    found = [
+    places = [
         (number, place)
         for number, row in enumerate(rows)
         for place, label in enumerate(row.labels)
         if place and label != IGNORE
     ]
-    return np.array(found, dtype=np.int64).reshape(-1, 2)
+    return np.array(places, dtype=np.int64).reshape(-1, 2)
 
 
 def gathered(
@@ -179,14 +179,14 @@ class Subject:
 
         A row that alone has more is taken if it comes first, so that there is always one.
         """
-        taken: list[int] = []
+        drawn: list[int] = []
         count = 0
         for place in np.random.default_rng(self.seed).permutation(len(self.train)):
             size = self.train[place].response_tokens
-            if size and (not taken or count + size <= self.tokens):
-                taken.append(int(place))
+            if size and (not drawn or count + size <= self.tokens):
+                drawn.append(int(place))
                 count += size
-        return [self.train[place] for place in sorted(taken)]
+        return [self.train[place] for place in sorted(drawn)]
 
     def resized(self, **sizes: Any) -> Subject:
         """The same subject with other sizes; what is fitted or fine-tuned is shared with it.
@@ -202,9 +202,9 @@ class Subject:
         if sizes.get("fisher_samples", self.fisher_samples) != self.fisher_samples:
             for name in [name for name in self._kept if name.startswith("fisher ")]:
                 del self._kept[name]  # a Fisher and its reference are as large as what is scored
-        found = replace(self, **sizes)
-        object.__setattr__(found, "_kept", self._kept)
-        return found
+        subject = replace(self, **sizes)
+        object.__setattr__(subject, "_kept", self._kept)
+        return subject
 
     def batches(self, rows: Sequence[Example], size: int | None = None) -> list[Batch]:
         """Rows in padded batches on the model's device."""
@@ -226,14 +226,14 @@ class Subject:
             DataError: no retention rows were given, or a set has none that can be used.
         """
         require_retention(self.retention)
-        found = {
+        usable = {
             name: [row for row in rows if row.response_tokens][:each]
             for name, rows in self.retention.items()
         }
-        empty = [name for name, rows in found.items() if not rows]
+        empty = [name for name, rows in usable.items() if not rows]
         if empty:
             raise DataError("a retention set has no response token", got=", ".join(empty))
-        return found
+        return usable
 
     # --- values --------------------------------------------------------------------------------
 
@@ -322,14 +322,14 @@ class Subject:
             (batch,) = self.batches(self.fisher_rows, len(self.fisher_rows))
             reference = self.model if self.reference is None else self.reference
             self._kept[key] = fit_fisher(reference, batch, **settings)
-        found: FisherDrift = self._kept[key]
-        return found
+        fisher: FisherDrift = self._kept[key]
+        return fisher
 
     @property
     def fisher_rows(self) -> list[Example]:
         """Rows that Fishers are fitted on: the held-out ones, or the training rows without them."""
-        held = [row for row in self.prompts if row.response_tokens]
-        return held or [row for row in self.train if row.response_tokens]
+        held_out = [row for row in self.prompts if row.response_tokens]
+        return held_out or [row for row in self.train if row.response_tokens]
 
     # --- small things -----------------------------------------------------------------------------
 

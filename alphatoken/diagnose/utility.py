@@ -162,7 +162,7 @@ def _warm_up_batches(
 
 def _predictions(bench: _Bench) -> tuple[list[Prediction], list[str]]:
     """The first is the best one there is: exact, over all parameters, of the optimizer's step."""
-    found, notes = [], []
+    predictions, notes = [], []
     wanted = _wanted(bench)
     tracker = bench.subject.tracker("Predictions", len(wanted))
     adaptive = bench.options.optimizer == "adamw"
@@ -175,25 +175,25 @@ def _predictions(bench: _Bench) -> tuple[list[Prediction], list[str]]:
         except (UnsupportedError, CoverageError) as problem:
             notes.append(f"{name} is left out: {str(problem).splitlines()[0]}")
             continue
-        found.append(Prediction(name, values, kind is not None or not adaptive, own))
+        predictions.append(Prediction(name, values, kind is not None or not adaptive, own))
         tracker.report(number + 1)
-    return found, notes
+    return predictions, notes
 
 
 def _wanted(bench: _Bench) -> list[tuple[str, ScorerConfig, bool]]:
     """(name, options, whether they are the user's) of every prediction."""
     adaptive = bench.options.optimizer == "adamw"
     kinds: tuple[Any, ...] = ("full", "frozen", None) if adaptive else (None,)
-    given = replace(bench.subject.config, objective="adaptation", precondition_after=1)
-    own = given if adaptive else replace(given, preconditioner=None)
+    adaptation = replace(bench.subject.config, objective="adaptation", precondition_after=1)
+    own = adaptation if adaptive else replace(adaptation, preconditioner=None)
     exact = replace(own, estimator="label", part="both", derivative="forward_mode")
     whole = replace(exact, layers="all", parameters="all")
-    found = [("exact, all parameters", replace(whole, preconditioner=p), False) for p in kinds]
+    configs = [("exact, all parameters", replace(whole, preconditioner=p), False) for p in kinds]
     further = "" if own.parameters == "linears" else f", {own.parameters}"
     name = f"{own.estimator}, {len(resolve_layers(bench.subject.adapter, own.layers))} layers"
     if adaptive and own.preconditioner != "full":
-        found.append((name + further, replace(own, preconditioner="full"), False))
-    return [*found, (name + further, own, True)]
+        configs.append((name + further, replace(own, preconditioner="full"), False))
+    return [*configs, (name + further, own, True)]
 
 
 def _values(bench: _Bench, config: ScorerConfig) -> Numbers:
@@ -204,8 +204,8 @@ def _values(bench: _Bench, config: ScorerConfig) -> Numbers:
         {**bench.batch.inputs, "labels": bench.batch.labels},
         step_weights=bench.batch.mask.double() / bench.count,
     )
-    found: Numbers = values.total[bench.batch.mask].detach().double().cpu().numpy()
-    return found
+    flat: Numbers = values.total[bench.batch.mask].detach().double().cpu().numpy()
+    return flat
 
 
 # --- what happens --------------------------------------------------------------------------------
@@ -231,11 +231,11 @@ def _actual(bench: _Bench, tokens: Sequence[int], eta: float) -> Numbers:
             return stepper.objective()
 
     whole = objective(bench.gradient_without(None))
-    found = []
+    changes = []
     for number, token in enumerate(tokens):
-        found.append(objective(bench.gradient_without(token)) - whole)
+        changes.append(objective(bench.gradient_without(token)) - whole)
         tracker.report(number + 1)
-    return np.array(found)
+    return np.array(changes)
 
 
 def slope(predicted: Numbers, actual: Numbers) -> float:

@@ -186,7 +186,7 @@ def causal_columns(
             "near": errors("alphatoken", "causal", window).causal,
             "value": errors("alphatoken", "causal").causal,
         }
-        found: dict[int, dict[str, Tensor]] = {}
+        by_layer: dict[int, dict[str, Tensor]] = {}
         sides, names = [direction], scorer.scored.names
         for layer in sorted({use.linear.layer for use in recorder.linears}):
             here = [use.linear.layer == layer for use in recorder.linears]
@@ -200,14 +200,14 @@ def causal_columns(
             second = contract_columns(
                 recorder, TokenErrors(kept["value"], kept["near"]), sides, names
             )[0]
-            found[layer] = {
+            by_layer[layer] = {
                 "exact": first.direct,
                 "window": second.causal,
                 "beyond": second.direct - second.causal,
                 "score": first.causal - second.direct,
                 "longer": first.direct - first.causal,
             }
-    return found
+    return by_layer
 
 
 def causal_scorer(subject: Subject, layers: Sequence[int]) -> Scorer:
@@ -228,8 +228,8 @@ def causal_parts(
     batches = subject.batches(rows)
     scorer.score(batches[0])  # the library's proofs of coverage and isolation, on this model
 
-    def of(given: dict[str, Tensor]) -> dict[tuple[int, str], Tensor]:
-        batch = read_batch(given, max_length=subject.adapter.max_positions())
+    def of(tensors: dict[str, Tensor]) -> dict[tuple[int, str], Tensor]:
+        batch = read_batch(tensors, max_length=subject.adapter.max_positions())
         return {
             (layer, name): to_token_index(column)[batch.mask]
             for layer, parts in causal_columns(
@@ -238,11 +238,11 @@ def causal_parts(
             for name, column in parts.items()
         }
 
-    found = gathered(batches, subject.tracker("Causal parts", len(rows)), of)
+    columns = gathered(batches, subject.tracker("Causal parts", len(rows)), of)
     names = ("exact", *PARTS)
     layers = {
-        str(layer): {name: found[layer, name] for name in names}
-        for layer in dict.fromkeys(layer for layer, _ in found)
+        str(layer): {name: columns[layer, name] for name in names}
+        for layer in dict.fromkeys(layer for layer, _ in columns)
     }
     total = {name: np.sum([parts[name] for parts in layers.values()], axis=0) for name in names}
     return {**layers, "all": total}
@@ -287,14 +287,14 @@ def collect_pairs(
     used = [to_label_position(batch.mask) for batch in batches]
     chosen = choose_positions(used, window, budget, subject.seed)
     tracker = subject.tracker("Attention pairs", len(batches))
-    found = PairCounts.total([])
+    counts = PairCounts.total([])
     for number, (batch, mask, picked) in enumerate(zip(batches, used, chosen, strict=True)):
-        for seen in see_calls(subject.adapter, layers, batch) if bool(picked.any()) else ():
-            found += PairCounts.of(*weigh_pairs(seen, mask, picked, window))
+        for call in see_calls(subject.adapter, layers, batch) if bool(picked.any()) else ():
+            counts += PairCounts.of(*weigh_pairs(call, mask, picked, window))
         tracker.report(number + 1)
     whole = sum(int((pair_counts(mask, window) > 0).sum()) for mask in used)
     share = sum(int(mask.sum()) for mask in chosen) / whole if whole else 0.0
-    return found, share
+    return counts, share
 
 
 def training_records(collected: CollectedPairs) -> list[dict[str, Any]]:
@@ -319,8 +319,8 @@ def _conclusion(shares: Table) -> str:
     whole = [i for i, record in enumerate(shares.records()) if record["layer"] == "all"]
     if not whole:
         return "No share was computed."
-    seen = shares.estimate(whole[0], "signed")
-    return f"Value-Propagation sees {seen} of the exact causal value."
+    share = shares.estimate(whole[0], "signed")
+    return f"Value-Propagation sees {share} of the exact causal value."
 
 
 # --- figures -----------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def _along(
 # --- many settings along one direction ------------------------------------------------------------
 
 
-def depths_of(asked: Sequence[int], depth: int, own: int) -> list[int]:
+def depths_of(requested: Sequence[int], depth: int, own: int) -> list[int]:
     """Numbers of last layers to try: those asked for, or a spread on a log scale; and ``own``.
 
     >>> depths_of((), 5, 3), depths_of((), 32, 3), depths_of((2, 20), 28, 3)
@@ -170,20 +170,20 @@ def depths_of(asked: Sequence[int], depth: int, own: int) -> list[int]:
     Raises:
         ConfigError: more layers than there are.
     """
-    layers_within(max(asked, default=1), depth)
+    layers_within(max(requested, default=1), depth)
     spread = {round(depth ** (i / (_DEPTHS - 1))) for i in range(_DEPTHS)}
     usual = sorted(range(1, depth + 1) if depth <= _DEPTHS else spread)
-    return sorted({min(k, depth) for k in (*(asked or usual), own)})
+    return sorted({min(k, depth) for k in (*(requested or usual), own)})
 
 
-def windows_of(asked: Sequence[int], longest: int, own: int | None) -> list[int | None]:
+def windows_of(requested: Sequence[int], longest: int, own: int | None) -> list[int | None]:
     """Windows to try: those asked for, or 0 and powers of two below the longest row; own; no limit.
 
     >>> windows_of((), 9, 3)
     [0, 1, 2, 3, 4, 8, None]
     """
     powers = [2**i for i in range(longest.bit_length()) if 2**i < longest]
-    chosen = {*(asked or (0, *powers))} | ({own} if own is not None else set())
+    chosen = {*(requested or (0, *powers))} | ({own} if own is not None else set())
     return [*sorted(chosen), None]
 
 
@@ -253,7 +253,7 @@ def supported(
     shown = around_responses(read_batch(whole, max_length=subject.adapter.max_positions()))
     batch = {**shown.inputs, "labels": shown.labels}
     tracker = subject.tracker("What the model allows", len(ESTIMATORS))
-    found, refused = {}, {}
+    reports, refused = {}, {}
     for number, estimator in enumerate(ESTIMATORS):
         tracker.report(number)
         config = Setting(estimator, layers, subject.config.window).config(subject.config)
@@ -263,8 +263,8 @@ def supported(
         except (UnsupportedError, CoverageError) as problem:
             refused[estimator] = str(problem).splitlines()[0]
         else:
-            found[estimator] = scorer.coverage
-    return found, refused
+            reports[estimator] = scorer.coverage
+    return reports, refused
 
 
 def read(
@@ -303,5 +303,5 @@ def along(
 ) -> dict[str, Tensor]:
     """The direction of these parameters, under their own names: a tied one has several."""
     named = dict(model.named_parameters(remove_duplicate=False))
-    known = {id(named[name]): matrix for name, matrix in direction.items()}
-    return {name: known[id(parameter)] for name, parameter in parameters.items()}
+    direction_of = {id(named[name]): matrix for name, matrix in direction.items()}
+    return {name: direction_of[id(parameter)] for name, parameter in parameters.items()}

@@ -37,8 +37,8 @@ MUTANTS = (
     _watch(
         "deviation-from-the-own-output",
         "a token's value is compared with the output at its own position, not the later one",
-        "pairs._deviation", "seen.output[pairs.row, :, pairs.k]",
-        "seen.output[pairs.row, :, pairs.t]", LOOKED,
+        "pairs._deviation", "record.output[pairs.row, :, pairs.k]",
+        "record.output[pairs.row, :, pairs.t]", LOOKED,
     ),
     _watch(
         "attention-transposed",
@@ -65,7 +65,7 @@ MUTANTS = (
     _watch(
         "masked-pairs-counted",
         "pairs that a mask hides are counted with the smallest weight",
-        "pairs.PairCounts.of", "seen = alpha > 0", "seen = alpha >= 0", COUNTED,
+        "pairs.PairCounts.of", "visible = alpha > 0", "visible = alpha >= 0", COUNTED,
     ),
     _watch(
         "shares-of-a-cell-less",
