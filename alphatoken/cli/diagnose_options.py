@@ -1,4 +1,7 @@
-"""Options of ``alphatoken diagnose NAME``, the diagnostic's own among them."""
+"""``alphatoken diagnose NAME``: its names, and its options, the diagnostic's own among them.
+
+Nothing heavy is imported here, so that ``--help`` and a wrong name are answered quickly.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import argparse
 import inspect
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
-from alphatoken.cli.diagnose import ALL, entries_of
 from alphatoken.cli.options import CommandParser, add_option, add_options, kinds_of, option
 from alphatoken.corpus.options import (
     BudgetOptions,
@@ -22,19 +24,23 @@ from alphatoken.corpus.options import (
     RunningOptions,
     ValuationOptions,
 )
-from alphatoken.diagnose.registry import Entry
-from alphatoken.diagnose.subject import Subject
+from alphatoken.diagnose.registry import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.errors import AlphaTokenError, ConfigError
 
 __all__ = [
+    "ALL",
     "PROMPTS",
-    "SIZES",
     "DiagnoseOptions",
     "Request",
     "build_parser",
+    "entries_of",
+    "overview",
     "parse_budget",
+    "read",
     "read_request",
 ]
+
+ALL = "all"
 
 _ALL_QUESTION = "How far can I trust the values on my model? All diagnostics, in one report."
 
@@ -96,7 +102,7 @@ class _Subject:
 
 def _size(text: str, name: str) -> Any:
     """A size that stays as it is given; where it is not, the budget may stop before it."""
-    most = getattr(Subject, name)
+    most = SIZES[name]
     return option(None, f"{text} (default {most}, fewer where the budget stops before)", least=1)
 
 
@@ -138,6 +144,58 @@ class DiagnoseOptions(
     RunningOptions,
 ):
     """Options that all diagnostics share."""
+
+
+# --- which diagnostics ----------------------------------------------------------------------------
+
+
+def overview() -> str:
+    """Text of ``alphatoken diagnose --help``; no diagnostic is loaded for it."""
+    width = max(len(entry.name) for entry in DIAGNOSTICS) + 2
+    lines = [
+        "How far can I trust the values on my own model? Each diagnostic answers one question:",
+        "",
+        *(f"  {entry.name:{width}}{entry.question}" for entry in DIAGNOSTICS),
+        f"  {ALL:{width}}all of these, in one report",
+        "",
+        "usage: alphatoken diagnose NAME --model_name_or_path PATH --train_file FILE",
+        "           --validation_file FILE --output_dir DIR",
+        "           [--retention_set FILE] ...      drift and fisher need rows to retain",
+        "       alphatoken diagnose NAME --help    what one of them writes, and its options",
+    ]
+    return "\n".join(lines)
+
+
+def entries_of(name: str) -> tuple[Entry, ...]:
+    """The diagnostic of this name, or all.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return DIAGNOSTICS if name == ALL else (find(name),)
+
+
+def read(words: Sequence[str]) -> Sequence[str] | None:
+    """The arguments after ``diagnose``, of which the first is a name; None where it is answered.
+
+    Raises:
+        ConfigError: no name, or that of no diagnostic.
+    """
+    first = words[0] if words else ""
+    if first in ("-h", "--help"):
+        print(overview())
+        return None
+    if not first or first.startswith("-"):
+        raise ConfigError(
+            "the name of a diagnostic comes first",
+            got=first or "nothing",
+            remedy="alphatoken diagnose --help names them; or: all",
+        )
+    entries_of(first)
+    return words
+
+
+# --- arguments -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -211,10 +269,6 @@ def parse_budget(text: str) -> float | None:
             remedy="a number with its unit, such as 15m, 90s or 1.5h, or none for no limit",
         )
     return seconds
-
-
-SIZES = ("tokens", "oracle_tokens", "fisher_samples", "tuning_steps")
-"""Sizes that all diagnostics share, and that a subject has by the same name."""
 
 
 _OWN = "own_"

@@ -12,11 +12,12 @@ from typing import Any
 from torch import nn
 
 from alphatoken import FisherDrift
-from alphatoken.cli.diagnose_options import PROMPTS, SIZES, DiagnoseOptions
+from alphatoken.cli.diagnose_options import PROMPTS, DiagnoseOptions
 from alphatoken.corpus.folder import examples_digest
 from alphatoken.corpus.notes import about_encoding, about_pools
 from alphatoken.corpus.rows import encode_some
 from alphatoken.data import EncodeOptions, Example, Fields, Pools, Row, read_rows, split_pools
+from alphatoken.diagnose.registry import SIZES
 from alphatoken.diagnose.statistics import FEWEST
 from alphatoken.diagnose.subject import Subject
 from alphatoken.errors import ConfigError, DataError

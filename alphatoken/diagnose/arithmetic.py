@@ -21,8 +21,7 @@ from torch import nn
 
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.options import CheckedOptions, option
-from alphatoken.diagnose.own_values import OwnValues, keep_shares, row_columns
+from alphatoken.diagnose.own_values import Options, OwnValues, keep_shares, row_columns
 from alphatoken.diagnose.statistics import (
     Estimate,
     bootstrap,
@@ -39,13 +38,6 @@ from alphatoken.select.masks import keep_count
 __all__ = ["Arithmetic", "Options", "changes", "diagnose", "redrawn_changes"]
 
 Numbers = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Options(CheckedOptions):
-    """Options for the number of draws."""
-
-    resamples: int = option(500, "bootstrap resamples of the validation rows", least=50)
 
 
 @dataclass(frozen=True)

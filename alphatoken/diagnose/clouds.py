@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.support.progress import Tracker
 
 __all__ = [
-    "HeadStates",
     "clusters_of",
     "entropy",
     "head_states",
@@ -118,29 +116,6 @@ def _comparable(points: Numbers) -> Numbers:
     return reduced / width if width > 0 else reduced
 
 
-@dataclass(frozen=True)
-class HeadStates:
-    """One row a response token, in (row, position) order; or one a sequence.
-
-    Attributes:
-        states: (n, d) what the head reads where the token is predicted; or the mean of what it
-            reads over all tokens that are no padding.
-        losses: (n,) of the token; or summed over the response tokens.
-        has_head: whether a module that makes the logits was found.
-    """
-
-    states: Numbers
-    losses: Numbers
-    has_head: bool
-
-    @property
-    def place(self) -> str:
-        """The place in the model that the states are of, in words."""
-        if self.has_head:
-            return "what the output head reads (after the final norm)"
-        return "the output of the last decoder block (no head was found)"
-
-
 @torch.no_grad()
 def states_of(adapter: DecoderAdapter, batch: LabelledBatch) -> tuple[Tensor, Tensor, bool]:
     """Run the model once, dropout off, and look on; nothing of it is changed.
@@ -183,12 +158,16 @@ def states_of(adapter: DecoderAdapter, batch: LabelledBatch) -> tuple[Tensor, Te
 
 def head_states(
     model: nn.Module, batches: Sequence[dict[str, Tensor]], tracker: Tracker, *, pooled: bool
-) -> HeadStates:
+) -> tuple[dict[str, Numbers], str]:
     """States of the tokens of these batches, or of their rows if ``pooled``.
 
     Of a token at the position *before* it, where the model predicts it: its contextual embedding
     as its loss sees it, which holds the prefix, not the token. Of a row the mean over its tokens;
     padding cannot reach it.
+
+    Returns:
+        ``states`` (n, d) and ``losses`` (n,) of the tokens, in (row, position) order, or summed
+        over the response tokens of each row; and the place of the states in the model, in words.
     """
     adapter = find_adapter(model)
     places: set[bool] = set()
@@ -205,4 +184,7 @@ def head_states(
         wide = states.double().masked_fill(~real.unsqueeze(-1), 0.0)
         return {"states": wide.sum(1) / real.sum(1, keepdim=True), "losses": losses.sum(1)}
 
-    return HeadStates(**gathered(batches, tracker, of), has_head=places == {True})
+    columns = gathered(batches, tracker, of)
+    if places == {True}:
+        return columns, "what the output head reads (after the final norm)"
+    return columns, "the output of the last decoder block (no head was found)"

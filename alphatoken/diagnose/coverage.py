@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from alphatoken.data import Example
 from alphatoken.diagnose import statistics
-from alphatoken.diagnose.clouds import HeadStates, clusters_of, entropy, head_states, picture_of
+from alphatoken.diagnose.clouds import clusters_of, entropy, head_states, picture_of
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
 from alphatoken.diagnose.options import CheckedOptions, option
@@ -73,12 +73,14 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     rows = subject.sample()
     subject.require_tokens(rows, 2 * FEWEST, "the kept ones are measured as a cloud of points")
     tracker = subject.tracker("States", len(rows))
-    states = head_states(subject.model, subject.batches(rows), tracker, pooled=False)
+    batches = subject.batches(rows)
+    columns, place = head_states(subject.model, batches, tracker, pooled=False)
+    states, losses = columns["states"], columns["losses"]
     where = places_of(rows)
     belongs = where[:, 0]
-    labels = clusters_of(states.states, options.clusters, subject.seed)
+    labels = clusters_of(states, options.clusters, subject.seed)
     kept = {
-        name: statistics.kept(_ranking(subject, rows, states, name), subject.ratio)
+        name: statistics.kept(_ranking(subject, rows, losses, name), subject.ratio)
         for name in options.policies
     }
     band = band_of(labels, keep_count(subject.ratio, len(belongs)), options.draws, subject.seed + 1)
@@ -86,15 +88,15 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     # What the picture is fitted on: the tokens that at least one policy keeps.
     union = np.flatnonzero(np.logical_or.reduce([*kept.values()])).astype(np.int64)
     drawn = union[draw(len(union), options.points, subject.seed)]
-    places = picture_of(states.states[drawn], seed=subject.seed)
+    places = picture_of(states[drawn], seed=subject.seed)
     return conclude(
         "coverage",
         subject,
         _conclusion(even, band),
         [_entropy_table(even, band, entropy(labels, _count(labels)))],
-        [_map(rows, where, labels, states, kept, drawn, places)],
+        [_map(rows, where, labels, losses, kept, drawn, places)],
         valued=rows,
-        notes=_notes(subject, states, len(union), len(drawn)),
+        notes=_notes(subject, place, len(losses), len(union), len(drawn)),
         settings={
             "policies": ", ".join(options.policies),
             "clusters": _count(labels),
@@ -117,12 +119,12 @@ def band_of(labels: Indices, kept: int, draws: int, seed: int) -> tuple[float, f
     return float(low), float(high)
 
 
-def _ranking(subject: Subject, rows: Sequence[Example], states: HeadStates, policy: str) -> Numbers:
+def _ranking(subject: Subject, rows: Sequence[Example], losses: Numbers, policy: str) -> Numbers:
     """Scores by which a policy ranks; the highest is kept."""
     if policy == "random":
-        return np.random.default_rng(subject.seed).random(len(states.losses))
+        return np.random.default_rng(subject.seed).random(len(losses))
     if policy in POLICIES:
-        return -states.losses if policy == "low-perplexity" else states.losses
+        return -losses if policy == "low-perplexity" else losses
     scorer = scorer_for(subject, policy, retention=retention_term(subject))
     return subject.score(scorer, rows)["total"]
 
@@ -151,7 +153,7 @@ def _map(
     rows: Sequence[Example],
     where: Indices,
     labels: Indices,
-    states: HeadStates,
+    losses: Numbers,
     kept: Mapping[str, Mask],
     drawn: Indices,
     places: Numbers,
@@ -162,7 +164,7 @@ def _map(
             "token_id": rows[where[token, 0]].labels[where[token, 1]],
             "x": float(x),
             "y": float(y),
-            "loss": float(states.losses[token]),
+            "loss": float(losses[token]),
             "cluster": int(labels[token]),
             **{name: bool(mask[token]) for name, mask in kept.items()},
         }
@@ -197,12 +199,12 @@ def _conclusion(even: Mapping[str, float], band: tuple[float, float]) -> str:
     )
 
 
-def _notes(subject: Subject, states: HeadStates, union: int, drawn: int) -> list[str]:
+def _notes(subject: Subject, place: str, tokens: int, union: int, drawn: int) -> list[str]:
     notes = [
-        f"A token's embedding is {states.place} at the position that predicts it: its context, "
+        f"A token's embedding is {place} at the position that predicts it: its context, "
         "not the token itself.",
         f"The picture is fitted on tokens that some policy keeps, {union} of "
-        f"{len(states.losses)}; it shows {drawn} of these. t-SNE keeps neighbourhoods, not "
+        f"{tokens}; it shows {drawn} of these. t-SNE keeps neighbourhoods, not "
         "distances.",
     ]
     if retention_term(subject) is None:

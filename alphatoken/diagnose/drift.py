@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from alphatoken.data import Example
-from alphatoken.diagnose.clouds import HeadStates, head_states, picture_of
+from alphatoken.diagnose.clouds import head_states, picture_of
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
 from alphatoken.diagnose.options import CheckedOptions, option
@@ -30,6 +30,8 @@ from alphatoken.errors import ConfigError, DataError
 __all__ = ["BEFORE", "Options", "diagnose", "laid_out", "relative_shift", "set_record"]
 
 Numbers = NDArray[np.float64]
+Columns = Mapping[str, Numbers]
+"""States and losses of probes, as ``head_states`` names them."""
 BEFORE = "before"
 """Name of the model before fine-tuning in tables and figures."""
 
@@ -63,15 +65,16 @@ def _per_token(losses: Numbers, tokens: Numbers) -> float:
     return float(losses.sum() / tokens.sum())
 
 
-def set_record(before: HeadStates, after: HeadStates, tokens: Numbers) -> dict[str, Any]:
+def set_record(before: Columns, after: Columns, tokens: Numbers) -> dict[str, Any]:
     """Shift of the states, and mean response-token loss in nats a token, of one set of probes."""
-    shift = relative_shift(before.states, after.states)
+    shift = relative_shift(before["states"], after["states"])
+    change = after["losses"] - before["losses"]
     return {
         "probes": len(shift),
         "relative_shift": bootstrap(np.mean, shift, what="probes"),
-        "loss_before": bootstrap(_per_token, before.losses, tokens, what="probes"),
-        "loss_after": bootstrap(_per_token, after.losses, tokens, what="probes"),
-        "loss_change": bootstrap(_per_token, after.losses - before.losses, tokens, what="probes"),
+        "loss_before": bootstrap(_per_token, before["losses"], tokens, what="probes"),
+        "loss_after": bootstrap(_per_token, after["losses"], tokens, what="probes"),
+        "loss_change": bootstrap(_per_token, change, tokens, what="probes"),
     }
 
 
@@ -89,16 +92,16 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     probes = subject.retention_rows(options.probes)
     start, models, origin = _models(subject, options)
     tuned = subject.reference is None and not subject.beside
-    before = _pooled(subject, start, BEFORE, probes)
-    clouds = {name: {BEFORE: states.states} for name, states in before.items()}
+    before, place = _pooled(subject, start, BEFORE, probes)
+    clouds = {name: {BEFORE: columns["states"]} for name, columns in before.items()}
     records = []
     for model, load in models.items():
-        after = _pooled(subject, load(), model, probes)
+        after, _ = _pooled(subject, load(), model, probes)
         for name in probes:
             tokens = np.array([float(row.response_tokens) for row in probes[name]])
             record = set_record(before[name], after[name], tokens)
             records.append({"model": model, "set": name} | record)
-            clouds[name][model] = after[name].states
+            clouds[name][model] = after[name]["states"]
     places = {name: laid_out(cloud, seed=subject.seed) for name, cloud in clouds.items()}
     sets = Table.of(
         "drift-sets",
@@ -112,7 +115,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         _conclusion(sets),
         [sets],
         [_map(places)],
-        notes=_notes(subject, before, origin),
+        notes=_notes(subject, before, place, origin),
         settings={
             "models": ", ".join(models),
             "probes of each set": options.probes,
@@ -144,19 +147,20 @@ def _models(
 
 def _pooled(
     subject: Subject, model: nn.Module, name: str, probes: Mapping[str, Sequence[Example]]
-) -> dict[str, HeadStates]:
-    """States of one model on every set; refuses those that are not finite."""
-    states = {}
+) -> tuple[dict[str, Columns], str]:
+    """States of one model on every set, and their place; refuses those that are not finite."""
+    states: dict[str, Columns] = {}
+    place = ""
     for one, rows in probes.items():
         tracker = subject.tracker(f"States {name}, {one}", len(rows))
-        states[one] = head_states(model, subject.batches(rows), tracker, pooled=True)
-        if not np.isfinite(states[one].states).all():
+        states[one], place = head_states(model, subject.batches(rows), tracker, pooled=True)
+        if not np.isfinite(states[one]["states"]).all():
             raise DataError(
                 "a probe has a state that is not finite",
                 got=f"retention set '{one}', model '{name}'",
                 remedy="look at the rows and the weights",
             )
-    return states
+    return states, place
 
 
 def laid_out(clouds: Mapping[str, Numbers], *, seed: int) -> dict[str, Numbers]:
@@ -209,13 +213,12 @@ def _conclusion(sets: Table) -> str:
     )
 
 
-def _notes(subject: Subject, before: Mapping[str, HeadStates], origin: str) -> list[str]:
-    sizes = {name: len(states.losses) for name, states in before.items()}
+def _notes(subject: Subject, before: Mapping[str, Columns], place: str, origin: str) -> list[str]:
+    sizes = {name: len(columns["losses"]) for name, columns in before.items()}
     counts = ", ".join(
         f"{count} of {len(subject.retention[name])} rows of {name}" for name, count in sizes.items()
     )
-    where = next(iter(before.values())).place
-    notes = [origin, f"Probes: {counts}. State: mean over all tokens of {where}."]
+    notes = [origin, f"Probes: {counts}. State: mean over all tokens of {place}."]
     few = [name for name, count in sizes.items() if count < FEWEST]
     if few:
         notes.append(f"Too few probes for numbers ({FEWEST} needed): {', '.join(few)}.")

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from alphatoken.data import Example
+from alphatoken.diagnose.options import CheckedOptions, option
 from alphatoken.diagnose.statistics import FEWEST, kept
 from alphatoken.diagnose.subject import Subject
 from alphatoken.diagnose.valuing import retention_term, scorer_for, values_along
@@ -25,7 +26,7 @@ from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.estimate.estimators import WALK
 from alphatoken.scorer import Scorer
 
-__all__ = ["OwnValues", "RowColumns", "keep_shares", "row_columns"]
+__all__ = ["Options", "OwnValues", "RowColumns", "keep_shares", "row_columns"]
 
 Numbers = NDArray[np.float64]
 
@@ -34,6 +35,13 @@ _FEWEST_ROWS = 4
 
 _HELD = 2**28
 """Numbers of per-row gradients held at a time (1 GiB in float32)."""
+
+
+@dataclass(frozen=True)
+class Options(CheckedOptions):
+    """Options of the diagnostics ``stability`` and ``arithmetic``: the number of draws."""
+
+    resamples: int = option(500, "number of bootstrap resamples of the validation rows", least=50)
 
 
 @dataclass(frozen=True)

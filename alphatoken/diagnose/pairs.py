@@ -23,7 +23,7 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,10 +44,9 @@ __all__ = [
     "RISK",
     "CollectedPairs",
     "PairCounts",
-    "RecordedCall",
+    "attention_calls",
     "choose_positions",
     "pair_counts",
-    "see_calls",
     "softmax_layers",
     "weigh_pairs",
 ]
@@ -78,39 +77,27 @@ def softmax_layers(
     return softmax, others
 
 
-@dataclass(frozen=True)
-class RecordedCall:
-    """One softmax-attention call of a real forward.
-
-    Attributes:
-        layer: of the module that made it.
-        call: queries, keys, values, mask, scale.
-        output: head outputs (b, h, t, d_v).
-    """
-
-    layer: int
-    call: AttentionCall
-    output: Tensor
-
-
-def see_calls(
+def attention_calls(
     adapter: DecoderAdapter, layers: Sequence[int], batch: LabelledBatch
-) -> list[RecordedCall]:
-    """The attention calls of ``layers`` in one forward (dropout off, no graph).
+) -> list[tuple[int, AttentionCall, Tensor]]:
+    """The softmax-attention calls of ``layers`` in one forward (dropout off, no graph).
 
     The model's own kernel runs; the routing is gone afterwards.
+
+    Returns:
+        Of each call its layer; queries, keys, values, mask and scale; head outputs (b, h, t, d_v).
     """
     owners = {m: layer for layer in layers for m in adapter.attention_modules(layer)}
-    calls: list[RecordedCall] = []
+    calls: list[tuple[int, AttentionCall, Tensor]] = []
 
-    def see(call: AttentionCall, native: NativeAttention) -> Tensor:
+    def record(call: AttentionCall, native: NativeAttention) -> Tensor:
         output = native(call.query, call.key, call.value)
-        calls.append(RecordedCall(owners[call.module], call, output))
+        calls.append((owners[call.module], call, output))
         return output
 
     with ExitStack() as stack:
         stack.enter_context(adapter.pause_checkpointing(adapter.layers()[min(layers) :]))
-        stack.enter_context(adapter.override_attention(list(owners), see))
+        stack.enter_context(adapter.override_attention(list(owners), record))
         stack.enter_context(evaluation_mode(adapter.model))
         stack.enter_context(torch.no_grad())
         adapter.forward(batch.inputs)
@@ -158,7 +145,7 @@ def choose_positions(
 
 
 def weigh_pairs(
-    record: RecordedCall, used: Tensor, chosen: Tensor, window: int | None
+    call: AttentionCall, output: Tensor, used: Tensor, chosen: Tensor, window: int | None
 ) -> tuple[Numbers, Numbers]:
     """Weight and deviation of all pairs (k, t), t chosen, k used, t < k <= t + window: (n, h) each.
 
@@ -167,7 +154,8 @@ def weigh_pairs(
     Pairs that the mask hides from all heads are left out.
 
     Args:
-        record: one attention call.
+        call: one attention call.
+        output: its head outputs, (b, h, t, d_v).
         used: (b, t) positions that take part.
         chosen: (b, t) token positions to look at.
         window: W; None for no limit.
@@ -175,28 +163,21 @@ def weigh_pairs(
     Exactness: exact up to rounding in the model's dtype. Oracle: ``alphatoken.oracle.jacobian``
     (``attend``).
     """
-    pairs = _select(AttentionStatistics(record.call), used, chosen, window)
-    heads, width = record.call.query.shape[1], record.call.value.shape[3]
+    *places, alpha = _select(AttentionStatistics(call), used, chosen, window)
+    heads, width = call.query.shape[1], call.value.shape[3]
     size = max(1, _WORKSPACE // max(1, heads * width))
     with torch.no_grad():
-        blocks = zip(*(column.split(size) for column in pairs), strict=True)
-        deviation = torch.cat([_deviation(record, _Selected(*block)) for block in blocks])
-    return pairs.alpha.double().cpu().numpy(), deviation.double().cpu().numpy()
-
-
-class _Selected(NamedTuple):
-    """Pairs with their weight, (n, h)."""
-
-    row: Tensor
-    k: Tensor
-    t: Tensor
-    alpha: Tensor
+        output = output.to(alpha)
+        blocks = zip(*(column.split(size) for column in places), strict=True)
+        deviation = torch.cat([_deviation(call, output, *block) for block in blocks])
+    return alpha.double().cpu().numpy(), deviation.double().cpu().numpy()
 
 
 @torch.no_grad()
 def _select(
     statistics: AttentionStatistics, used: Tensor, chosen: Tensor, window: int | None
-) -> _Selected:
+) -> list[Tensor]:
+    """Row, k and t of the pairs, (n,) each, and their weights (n, h)."""
     parts: list[tuple[Tensor, ...]] = []
     every = torch.arange(used.shape[1], device=used.device)
     for block in statistics.row_blocks():
@@ -207,16 +188,15 @@ def _select(
         row, at, column = (wanted & (logits > _MASKED).any(1)).nonzero().unbind(1)
         alpha = statistics.weights(block).flatten(1, 2)[row, :, at, column]
         parts.append((row, k[at, 0], t[column], alpha))
-    return _Selected(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
-def _deviation(record: RecordedCall, pairs: _Selected) -> Tensor:
-    """``||v_t - o_k||_2 / sqrt(d_v)`` of some pairs, (n, h)."""
-    call, dtype = record.call, pairs.alpha.dtype
+def _deviation(call: AttentionCall, output: Tensor, row: Tensor, k: Tensor, t: Tensor) -> Tensor:
+    """``||v_t - o_k||_2 / sqrt(d_v)`` of some pairs, (n, h), in the dtype of ``output``."""
     groups, width = call.value.shape[1], call.value.shape[3]
-    output = record.output[pairs.row, :, pairs.k].to(dtype).unflatten(1, (groups, -1))
-    value = call.value[pairs.row, :, pairs.t].to(dtype).unsqueeze(2)
-    deviation: Tensor = torch.linalg.vector_norm(value - output, dim=-1).flatten(1) / width**0.5
+    at_query = output[row, :, k].unflatten(1, (groups, -1))
+    value = call.value[row, :, t].to(output).unsqueeze(2)
+    deviation: Tensor = torch.linalg.vector_norm(value - at_query, dim=-1).flatten(1) / width**0.5
     return deviation
 
 

@@ -1,4 +1,4 @@
-"""The diagnostics by name."""
+"""The diagnostics by name, and the sizes that they share; nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from types import ModuleType
 
 from alphatoken.errors import ConfigError
 
-__all__ = ["DIAGNOSTICS", "Entry", "find"]
+__all__ = ["DIAGNOSTICS", "SIZES", "Entry", "find"]
+
+SIZES = {"tokens": 1500, "oracle_tokens": 48, "fisher_samples": 200, "tuning_steps": 40}
+"""Sizes that all diagnostics share, by their names in ``Subject``, and the most of each."""
 
 
 @dataclass(frozen=True)

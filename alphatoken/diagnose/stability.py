@@ -7,7 +7,7 @@ they do more, that is a fault of the model's code or of its attention mask, and 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.options import CheckedOptions, option
-from alphatoken.diagnose.own_values import OwnValues, keep_shares, row_columns
+from alphatoken.diagnose.own_values import Options, OwnValues, keep_shares, row_columns
 from alphatoken.diagnose.statistics import Estimate, bootstrap, percent
 from alphatoken.diagnose.subject import Subject, conclude
 
@@ -33,13 +32,6 @@ NOISE = DECISIONS.index("noise")
 # Of a rounding difference, relative to the largest value, whose terms may cancel.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 _NARROW = 1e-1
-
-
-@dataclass(frozen=True)
-class Options(CheckedOptions):
-    """Options for the number of draws."""
-
-    resamples: int = option(500, "number of bootstrap resamples of the validation rows", least=50)
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:

@@ -16,7 +16,7 @@ from alphatoken.config import ScorerConfig
 from alphatoken.data import Example, batches, token_texts
 from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
 from alphatoken.diagnose.figures import Figure, draw
-from alphatoken.diagnose.registry import find
+from alphatoken.diagnose.registry import SIZES, find
 from alphatoken.diagnose.statistics import few_rows
 from alphatoken.diagnose.stepping import fine_tuned, usual_rate
 from alphatoken.direction.drift import FisherDrift
@@ -139,10 +139,10 @@ class Subject:
     config: ScorerConfig = field(default_factory=ScorerConfig)
     ratio: float = 0.5
     batch_size: int = 8
-    tokens: int = 1500
-    oracle_tokens: int = 48
-    fisher_samples: int = 200
-    tuning_steps: int = 40
+    tokens: int = SIZES["tokens"]
+    oracle_tokens: int = SIZES["oracle_tokens"]
+    fisher_samples: int = SIZES["fisher_samples"]
+    tuning_steps: int = SIZES["tuning_steps"]
     tuning_rate: float | None = None
     seed: int = 0
     progress: bool | ProgressSink | None = False
@@ -151,7 +151,7 @@ class Subject:
 
     def __post_init__(self) -> None:
         """Check sizes, and that there is something to value."""
-        for name in ("batch_size", "tokens", "oracle_tokens", "fisher_samples", "tuning_steps"):
+        for name in ("batch_size", *SIZES):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", got=repr(getattr(self, name)))
         for what in ("train", "validation"):

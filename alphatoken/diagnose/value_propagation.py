@@ -29,9 +29,9 @@ from alphatoken.diagnose.pairs import (
     DEVIATION,
     CollectedPairs,
     PairCounts,
+    attention_calls,
     choose_positions,
     pair_counts,
-    see_calls,
     softmax_layers,
     weigh_pairs,
 )
@@ -289,8 +289,9 @@ def collect_pairs(
     tracker = subject.tracker("Attention pairs", len(batches))
     counts = PairCounts.total([])
     for number, (batch, mask, picked) in enumerate(zip(batches, used, chosen, strict=True)):
-        for call in see_calls(subject.adapter, layers, batch) if bool(picked.any()) else ():
-            counts += PairCounts.of(*weigh_pairs(call, mask, picked, window))
+        calls = attention_calls(subject.adapter, layers, batch) if bool(picked.any()) else ()
+        for _, call, output in calls:
+            counts += PairCounts.of(*weigh_pairs(call, output, mask, picked, window))
         tracker.report(number + 1)
     whole = sum(int((pair_counts(mask, window) > 0).sum()) for mask in used)
     share = sum(int(mask.sum()) for mask in chosen) / whole if whole else 0.0

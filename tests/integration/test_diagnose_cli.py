@@ -18,8 +18,7 @@ from typing import Any, Literal
 import pytest
 
 from alphatoken.cli import main
-from alphatoken.cli.diagnose import ALL, overview
-from alphatoken.cli.diagnose_options import build_parser, read_request
+from alphatoken.cli.diagnose_options import ALL, build_parser, overview, read_request
 from alphatoken.cli.diagnose_subject import prepare, retention_files
 from alphatoken.cli.options import (
     option,

@@ -37,8 +37,8 @@ MUTANTS = (
     _watch(
         "deviation-from-the-own-output",
         "a token's value is compared with the output at its own position, not the later one",
-        "pairs._deviation", "record.output[pairs.row, :, pairs.k]",
-        "record.output[pairs.row, :, pairs.t]", LOOKED,
+        "pairs._deviation", "output[row, :, k]",
+        "output[row, :, t]", LOOKED,
     ),
     _watch(
         "attention-transposed",

@@ -172,16 +172,16 @@ def test_weights_and_deviations_of_pairs(
         )
         for block in model.layers
     ]
-    seen_calls = pairs.see_calls(find_adapter(model), [0, 1], batch)
+    calls = pairs.attention_calls(find_adapter(model), [0, 1], batch)
     for hook in hooks:
         hook.remove()
-    assert [seen.layer for seen in seen_calls] == [0, 1]
-    for seen, hidden in zip(seen_calls, read, strict=True):
-        assert not seen.output.requires_grad
-        alpha, deviation = pairs.weigh_pairs(seen, used, used, window)
+    assert [layer for layer, _, _ in calls] == [0, 1]
+    for (layer, call, output), hidden in zip(calls, read, strict=True):
+        assert not output.requires_grad
+        alpha, deviation = pairs.weigh_pairs(call, output, used, used, window)
         wanted = []
         for row, length in enumerate((6, 4)):
-            state = jacobian.attend(attention_spec(model, seen.layer, length), hidden[row, :length])
+            state = jacobian.attend(attention_spec(model, layer, length), hidden[row, :length])
             last = length - 2  # predicts the last token
             value = state.value.repeat_interleave(len(state.alpha) // len(state.value), 0)
             for k in range(last + 1):

@@ -106,11 +106,11 @@ def test_the_band_holds_random_selections_and_not_one_cluster():
 def test_states_are_what_the_head_reads_where_a_token_is_predicted(config: DecoderConfig):
     model = ReferenceDecoder(config, seed=1).train()
     rows = rows_of([(2, 5), (4, 3), (1, 7)], config.vocabulary)
-    found = head_states(model, [collate(rows)], QUIET, pooled=False)
-    logits = F.linear(torch.from_numpy(found.states), model.head.weight)
+    found, place = head_states(model, [collate(rows)], QUIET, pooled=False)
+    logits = F.linear(torch.from_numpy(found["states"]), model.head.weight)
     losses = F.cross_entropy(logits, labels_of(rows), reduction="none")
-    np.testing.assert_allclose(losses.detach().numpy(), found.losses, rtol=1e-12)
-    assert found.has_head
+    np.testing.assert_allclose(losses.detach().numpy(), found["losses"], rtol=1e-12)
+    assert place.startswith("what the output head reads")
     assert model.training
     assert not any(m._forward_hooks for m in model.modules())
 
@@ -123,16 +123,16 @@ def labels_of(rows):
 def test_the_head_is_found_on_every_family(family):
     model = family.build(3)
     rows = rows_of([(2, 5), (3, 4)], 23)
-    found = head_states(model, [collate(rows)], QUIET, pooled=False)
-    assert found.has_head
+    found, place = head_states(model, [collate(rows)], QUIET, pooled=False)
+    assert place.startswith("what the output head reads")
     head = model.get_output_embeddings()
     with torch.no_grad():
-        logits = head(torch.from_numpy(found.states))
+        logits = head(torch.from_numpy(found["states"]))
     cap = getattr(model.config, "final_logit_softcapping", None)
     scale = getattr(model.config, "logit_scale", 1.0) / getattr(model.config, "logits_scaling", 1.0)
     logits = logits * scale if cap is None else cap * torch.tanh(logits / cap)
     losses = F.cross_entropy(logits, labels_of(rows), reduction="none")
-    np.testing.assert_allclose(losses.numpy(), found.losses, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(losses.numpy(), found["losses"], rtol=1e-5, atol=1e-5)
     depth = len(find_adapter(model).layers())
     assert depth == family.depth
 

@@ -12,7 +12,7 @@ from scipy import stats
 
 from alphatoken.data import collate
 from alphatoken.diagnose import drift
-from alphatoken.diagnose.clouds import HeadStates, head_states
+from alphatoken.diagnose.clouds import head_states
 from alphatoken.diagnose.diagnosis import Diagnosis
 from alphatoken.diagnose.figures import density_of, ellipse_of
 from alphatoken.diagnose.subject import Subject
@@ -40,8 +40,8 @@ def test_shifts_by_hand():
 
 
 def test_nothing_moved_is_zero_and_the_change_of_loss_is_per_token():
-    def pooled(losses: list[float]) -> HeadStates:
-        return HeadStates(np.ones((9, 1)), np.array(losses), True)
+    def pooled(losses: list[float]) -> dict[str, np.ndarray]:
+        return {"states": np.ones((9, 1)), "losses": np.array(losses)}
 
     found = drift.set_record(pooled([1.0] * 9), pooled([1.0] * 8 + [46.0]), np.arange(1.0, 10))
     shift = found["relative_shift"]
@@ -56,16 +56,16 @@ def test_nothing_moved_is_zero_and_the_change_of_loss_is_per_token():
 def test_pooled_states_are_means_over_their_tokens_whatever_the_padding():
     model = ReferenceDecoder(DecoderConfig(layers=3), seed=5)
     rows = rows_of([(2, 5), (4, 3), (1, 7)], 11)
-    found = head_states(model, [collate(rows)], QUIET, pooled=True)
+    found, place = head_states(model, [collate(rows)], QUIET, pooled=True)
     seen: list[torch.Tensor] = []
     handle = model.head.register_forward_hook(lambda m, args, out: seen.append(args[0]))
     with torch.no_grad():
         for row in rows:
             model(torch.tensor([row.input_ids]))
     handle.remove()
-    for state, wanted in zip(found.states, seen, strict=True):
+    for state, wanted in zip(found["states"], seen, strict=True):
         np.testing.assert_allclose(state, wanted[0].mean(0), atol=1e-12)
-    assert found.has_head
+    assert place.startswith("what the output head reads")
 
 
 # --- the whole -----------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from alphatoken.diagnose import value_propagation as diagnostic
 from alphatoken.diagnose.figures import draw
 from alphatoken.diagnose.pairs import (
     PairCounts,
+    attention_calls,
     choose_positions,
     pair_counts,
-    see_calls,
     weigh_pairs,
 )
 from alphatoken.diagnose.subject import Subject, places_of
@@ -99,8 +99,8 @@ def test_counts_of_pairs_are_exact(lengths: list[int], prompt: int, window: int 
     ]
     assert pair_counts(used, window).sum(1).tolist() == wanted
     (chosen,) = choose_positions([used], window, 10**9, 0)
-    for seen in see_calls(subject.adapter, [0, 1], batch):
-        alpha, deviation = weigh_pairs(seen, used, chosen, window)
+    for _, call, output in attention_calls(subject.adapter, [0, 1], batch):
+        alpha, deviation = weigh_pairs(call, output, used, chosen, window)
         assert alpha.shape == deviation.shape == (sum(wanted), 4)
 
 

@@ -26,8 +26,8 @@ from transformers import TrainerCallback
 from alphatoken.diagnose.pairs import (
     CollectedPairs,
     PairCounts,
+    attention_calls,
     choose_positions,
-    see_calls,
     softmax_layers,
     weigh_pairs,
 )
@@ -139,14 +139,14 @@ class PairWatch(TrainerCallback):
         }
         batch = LabelledBatch(inputs, self._batch.labels.to(device), self._batch.mask.to(device))
         used, chosen = self._used.to(device), self._chosen.to(device)
-        found: dict[int, PairCounts] = {}
+        by_layer: dict[int, PairCounts] = {}
         layers, _ = softmax_layers(adapter, self._layers, f"{OPTION}=0")
         with self._context():
-            calls = see_calls(adapter, layers, batch)
-        for seen in calls:
-            counts = PairCounts.of(*weigh_pairs(seen, used, chosen, self._window))
-            found[seen.layer] = found[seen.layer] + counts if seen.layer in found else counts
-        return found
+            calls = attention_calls(adapter, layers, batch)
+        for layer, call, output in calls:
+            counts = PairCounts.of(*weigh_pairs(call, output, used, chosen, self._window))
+            by_layer[layer] = by_layer[layer] + counts if layer in by_layer else counts
+        return by_layer
 
 
 def taken_up(earlier: CollectedPairs, about: Mapping[str, Any], step: int) -> CollectedPairs:
