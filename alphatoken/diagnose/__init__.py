@@ -13,8 +13,8 @@
 Each has ``Options`` and ``diagnose(subject, options)``, which goes the same way in all: rows of the
 ``subject`` are drawn and valued (``valuing``: one engine, any settings, any directions), compared
 (``statistics``), put into tables, and ``subject.conclude`` makes these a
-:class:`~alphatoken.diagnose.diagnosis.Diagnosis`: an answer of four fields, tables, and figures,
-which ``figures`` draws as they are declared. ``page`` makes one HTML page of all; ``rounds`` keeps
+:class:`~alphatoken.diagnose.diagnosis.Diagnosis`: an answer, tables, and figures, which
+``figures`` draws as they are declared. ``page`` makes one HTML page of all; ``rounds`` keeps
 a diagnosis to a time.
 
 **May import** ``scorer`` and the rooms below, ``data``, ``report``, and the ``oracle``, which

@@ -26,10 +26,12 @@ from alphatoken.errors import ConfigError
 from alphatoken.report import COMPONENTS
 from alphatoken.report.examples import visible
 
-__all__ = ["Options", "Valued", "diagnose", "kinds_of", "shares_of"]
+__all__ = ["Options", "diagnose", "kinds_of", "shares_of"]
 
 Numbers = NDArray[np.float64]
-Mask = NDArray[np.bool_]
+Columns = Mapping[str, NDArray[Any]]
+"""Of each valued token its ``row`` of the pool, its ``position`` there, whether it is ``kept``,
+and its ``total`` and components as they enter the total, each (n,)."""
 
 _SPLIT = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
 _SIDES = ("adaptation", "stability")
@@ -57,32 +59,6 @@ class Options(CheckedOptions):
     )
 
 
-@dataclass(frozen=True)
-class Valued:
-    """The pool: rows, and the values of their n response tokens.
-
-    Attributes:
-        places: number of each row among the training rows.
-        rows: the rows.
-        belongs: (n,) which of them a token belongs to.
-        position: (n,) its index there.
-        columns: component -> (n,) as it enters the total (lambda applied); "total" first.
-        kept: (n,) by the total.
-    """
-
-    places: Sequence[int]
-    rows: Sequence[Example]
-    belongs: NDArray[np.int64]
-    position: NDArray[np.int64]
-    columns: Mapping[str, Numbers]
-    kept: Mask
-
-    @property
-    def parts(self) -> list[str]:
-        """The components that add up to the total."""
-        return [key for key in self.columns if key != "total"]
-
-
 # --- numbers -------------------------------------------------------------------------------------
 
 
@@ -94,21 +70,26 @@ def parts_of(columns: Mapping[str, NDArray[Any]], weight: float) -> dict[str, Nu
     }
 
 
-def shares_of(valued: Valued) -> dict[str, Estimate]:
+def _components(columns: Columns) -> list[str]:
+    """Names of the components that add up to the total."""
+    return [key for key in (*_SPLIT, *_SIDES) if key in columns]
+
+
+def shares_of(columns: Columns) -> dict[str, Estimate]:
     """Share of each component in the summed magnitudes of all components, over all tokens."""
-    columns = [valued.columns[key] for key in valued.parts]
+    names = _components(columns)
 
     def share(place: int) -> Estimate:
         def of(*parts: Numbers) -> float:
             sizes = [float(np.abs(part).sum()) for part in parts]
             return sizes[place] / sum(sizes) if sum(sizes) > 0 else np.nan
 
-        return bootstrap(of, *columns, groups=valued.belongs)
+        return bootstrap(of, *(columns[key] for key in names), groups=columns["row"])
 
-    return {key: share(place) for place, key in enumerate(valued.parts)}
+    return {key: share(place) for place, key in enumerate(names)}
 
 
-def kinds_of(valued: Valued, texts: Sequence[str]) -> list[dict[str, Any]]:
+def kinds_of(columns: Columns, texts: Sequence[str]) -> list[dict[str, Any]]:
     """Number and kept share of the tokens of each kind."""
     kinds = np.array([kind_of(text) for text in texts])
     return [
@@ -116,7 +97,7 @@ def kinds_of(valued: Valued, texts: Sequence[str]) -> list[dict[str, Any]]:
             "kind": kind,
             "tokens": int((kinds == kind).sum()),
             "kept": bootstrap(
-                np.mean, valued.kept[kinds == kind], groups=valued.belongs[kinds == kind]
+                np.mean, columns["kept"][kinds == kind], groups=columns["row"][kinds == kind]
             ),
         }
         for kind in KINDS
@@ -136,26 +117,29 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     """
     options = options or Options()
     shown, pool = _chosen(subject, options)
-    subject.require_tokens(
-        [subject.train[place] for place in pool], FEWEST, "shares and agreement are statistics"
-    )
-    valued = _valued(subject, pool)
-    words = [subject.texts(row) for row in valued.rows]
-    own = [words[row][at] for row, at in zip(valued.belongs, valued.position, strict=True)]
-    tokens = _tokens_table(valued, own, shown)
-    kinds = Table.of("heatmap-kinds", "Kinds of tokens", kinds_of(valued, own))
-    parts = [{"component": key, "share": share} for key, share in shares_of(valued).items()]
+    rows = [subject.train[place] for place in pool]
+    subject.require_tokens(rows, FEWEST, "shares and agreement are statistics")
+    columns = _columns(subject, rows)
+    words = [subject.texts(row) for row in rows]
+    own = [words[row][at] for row, at in zip(columns["row"], columns["position"], strict=True)]
+    tokens = _tokens_table(columns, own, {place: pool.index(place) for place in shown})
+    kinds = Table.of("heatmap-kinds", "Kinds of tokens", kinds_of(columns, own))
+    parts = [{"component": key, "share": share} for key, share in shares_of(columns).items()]
     note = "Of the summed magnitudes; stability times lambda."
     shares = Table.of("heatmap-shares", "What the values are made of", parts, note)
-    drawn = [_row_figure(valued, subject, options, tokens, place) for place in shown]
+    present = [key for key in _components(columns) if columns[key].any()]
+    drawn = [
+        _row_figure(subject, options, place, _of_row(columns, pool.index(place)), present, tokens)
+        for place in shown
+    ]
     return conclude(
         "heatmap",
         subject,
         _conclusion(kinds, subject.ratio),
         [kinds, shares, tokens],
         [*drawn, _kinds_figure(kinds, subject.ratio)],
-        valued=valued.rows,
-        notes=_notes(subject, valued),
+        valued=rows,
+        notes=_notes(subject, columns),
         settings=asdict(options) | {"rows": ", ".join(map(str, shown))},
     )
 
@@ -175,64 +159,77 @@ def _chosen(subject: Subject, options: Options) -> tuple[list[int], list[int]]:
     return shown, sorted({*sampled, *shown})
 
 
-def _valued(subject: Subject, pool: Sequence[int]) -> Valued:
-    """Values of the pool."""
-    rows = [subject.train[place] for place in pool]
+def _columns(subject: Subject, rows: Sequence[Example]) -> Columns:
     scores = subject.score(scorer_for(subject, retention=retention_term(subject)), rows)
-    columns = parts_of(scores, subject.config.stability_weight)
-    return Valued(
-        pool,
-        rows,
-        scores["row"],
-        scores["position"],
-        columns,
-        kept(columns["total"], subject.ratio),
-    )
+    parts = parts_of(scores, subject.config.stability_weight)
+    return {
+        "row": scores["row"],
+        "position": scores["position"],
+        "kept": kept(parts["total"], subject.ratio),
+        **parts,
+    }
 
 
 # --- text -----------------------------------------------------------------------------------------
 
 
+def _of_row(columns: Columns, row: int) -> Columns:
+    return {name: column[columns["row"] == row] for name, column in columns.items()}
+
+
 def _row_figure(
-    valued: Valued, subject: Subject, options: Options, tokens: Table, place: int
+    subject: Subject,
+    options: Options,
+    place: int,
+    own: Columns,
+    components: Sequence[str],
+    tokens: Table,
 ) -> Drawing:
     """One row with its panels: the total, and the components where they are several.
 
-    A component that is 0 is left out, and one alone is the total.
+    One component alone is the total.
+
+    Args:
+        subject: what is diagnosed.
+        options: which panels and colours.
+        place: number of the row among the training rows.
+        own: columns of its tokens.
+        components: those that are not 0 for every token of the pool.
+        tokens: of all rows shown.
     """
-    row = list(valued.places).index(place)
-    example, own = valued.rows[row], valued.belongs == row
-    parts = {_NAMES[key]: valued.columns[key] for key in valued.parts if valued.columns[key].any()}
-    total = {f"Total, {subject.config.estimator}": valued.columns["total"]}
+    example = subject.train[place]
+    parts = {_NAMES[key]: own[key] for key in components}
+    total = {f"Total, {subject.config.estimator}": own["total"]}
     if len(parts) < 2 or options.panels == "total":
         parts = total
     elif options.panels == "all":
         parts = total | parts
     texts = [visible(token) for token in subject.texts(example)]
-    at = valued.position[own]
+    at = own["position"]
     cells = tuple(cells for cells in tokens.rows if cells[0] == place)
     return heatmap_figure(
         f"row {place} ({example.row.place})",
         "".join(texts[: at[0]]),
         [texts[position] for position in at],
-        {title: values[own] for title, values in parts.items()},
-        valued.kept[own],
+        parts,
+        own["kept"],
         Table(f"heatmap-row-{place}", f"Tokens of row {place}", tokens.columns, cells, tokens.note),
         relative=options.colours == "relative",
     )
 
 
-def _tokens_table(valued: Valued, words: Sequence[str], shown: Sequence[int]) -> Table:
-    """Each token of the rows shown, with its components as they enter the total."""
+def _tokens_table(columns: Columns, words: Sequence[str], shown: Mapping[int, int]) -> Table:
+    """Each token of the rows shown, by their numbers among the training rows and in the pool."""
     records = []
-    for place in shown:
-        row = list(valued.places).index(place)
-        own = np.flatnonzero(valued.belongs == row)
-        scaled = normalised(valued.columns["total"][own])
+    for place, row in shown.items():
+        own = np.flatnonzero(columns["row"] == row)
+        scaled = normalised(columns["total"][own])
         for token, colour in zip(own.tolist(), scaled.tolist(), strict=True):
-            record = {"row": place, "position": int(valued.position[token]), "token": words[token]}
-            record |= {key: float(values[token]) for key, values in valued.columns.items()}
-            record |= {"normalised": colour, "kept": bool(valued.kept[token])}
+            record: dict[str, Any] = {"row": place, "position": int(columns["position"][token])}
+            record |= {"token": words[token]}
+            for key in ("total", *_components(columns)):
+                record[key] = float(columns[key][token])
+            record |= {"normalised": colour, "kept": bool(columns["kept"][token])}
             records.append(record)
     note = "normalised: total over the largest absolute total of the response."
     return Table.of("heatmap-tokens", "Tokens of the rows shown", records, note)
@@ -269,9 +266,9 @@ def _conclusion(kinds: Table, ratio: float) -> str:
     )
 
 
-def _notes(subject: Subject, valued: Valued) -> list[str]:
+def _notes(subject: Subject, columns: Columns) -> list[str]:
     notes = ["The same colour in two panels is not the same value: each has its own scale."]
-    if not any(valued.columns[key].any() for key in valued.parts if "stability" in key):
+    if not any(columns[key].any() for key in _components(columns) if "stability" in key):
         notes.append(
             "Stability is zero for every token: it is not asked for, or the weights are those of "
             "the reference. Give the model before fine-tuning as --reference."

@@ -151,20 +151,16 @@ def test_the_first_token_is_coloured_by_its_own_value():
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def planted() -> heatmap.Valued:
+def planted() -> dict[str, np.ndarray]:
     size = 40
-    return heatmap.Valued(
-        places=(0, 1),
-        rows=(),
-        belongs=np.repeat([0, 1], size // 2),
-        position=np.arange(size),
-        columns={
-            "total": np.arange(size, dtype=float) - 10,
-            "adaptation_direct": np.full(size, 3.0),
-            "stability_direct": np.full(size, -1.0),
-        },
-        kept=np.arange(size) >= size // 2,
-    )
+    return {
+        "row": np.repeat([0, 1], size // 2),
+        "position": np.arange(size),
+        "kept": np.arange(size) >= size // 2,
+        "total": np.arange(size, dtype=float) - 10,
+        "adaptation_direct": np.full(size, 3.0),
+        "stability_direct": np.full(size, -1.0),
+    }
 
 
 def test_shares_are_of_summed_magnitudes():
