@@ -8,7 +8,7 @@
 
 One rule serves the first three: a number that is an estimate in the table (``NAME``, ``NAME_low``,
 ``NAME_high``) has a bar, and an axis whose entries are words has names. Text in coloured boxes is
-drawn by ``token_text``.
+drawn by ``heatmap``.
 """
 
 from __future__ import annotations

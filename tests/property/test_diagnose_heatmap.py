@@ -15,14 +15,14 @@ from torch import nn
 from alphatoken.config import ScorerConfig
 from alphatoken.diagnose import heatmap
 from alphatoken.diagnose.diagnosis import Table
-from alphatoken.diagnose.statistics import Estimate
-from alphatoken.diagnose.subject import Subject
-from alphatoken.diagnose.token_text import (
+from alphatoken.diagnose.heatmap import (
     heatmap_figure,
     laid_out,
     normalised,
     ranged,
 )
+from alphatoken.diagnose.statistics import Estimate
+from alphatoken.diagnose.subject import Subject
 from alphatoken.errors import ConfigError
 from alphatoken.report.drawing import MINUS, PLUS, colour_of
 from alphatoken.report.examples import visible
