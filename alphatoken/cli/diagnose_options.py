@@ -101,7 +101,7 @@ class _Subject:
 
 
 def _size(text: str, name: str) -> Any:
-    """A size that stays as it is given; where it is not, the budget may stop before it."""
+    """An option for a size: given, it is fixed; else the budget may read less than the default."""
     most = SIZES[name]
     return option(None, f"{text} (default {most}, fewer where the budget stops before)", least=1)
 

@@ -57,14 +57,14 @@ class Arithmetic:
     tf32: bool = False
 
     def on(self, device: str, loaded: set[torch.dtype]) -> bool:
-        """Return whether it is tried; float16 off CUDA only where weights were loaded so."""
+        """Whether it is tried; off CUDA float16 only where the weights were loaded in it."""
         return device == "cuda" or not (
             self.tf32 or (self.weights == torch.float16 and torch.float16 not in loaded)
         )
 
     @contextmanager
     def used(self, device: str) -> Iterator[None]:
-        """Compute so inside; the settings of the process come back, come what may."""
+        """Set autocast and the precision of products inside; an exception restores them too."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
         try:
@@ -214,7 +214,7 @@ def _with_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copied
 
 
-# --- what is said --------------------------------------------------------------------------------
+# --- tables, figure and words ---------------------------------------------------------------------
 
 
 def _tokens_table(base: OwnValues, values_by_arithmetic: Mapping[Arithmetic, Numbers]) -> Table:

@@ -118,7 +118,7 @@ def _comparable(points: Numbers) -> Numbers:
 
 @torch.no_grad()
 def states_of(adapter: DecoderAdapter, batch: LabelledBatch) -> tuple[Tensor, Tensor, bool]:
-    """Run the model once, dropout off, and look on; nothing of it is changed.
+    """Run the model once, dropout off, and record what its head reads; the model is unchanged.
 
     The head is found as the last module outside the blocks that maps the width of the blocks to
     that of the logits: no adapter has to name it.

@@ -56,7 +56,7 @@ class OwnValues:
         validation: the rows that define the objective.
         scorer: of the values.
         values: as ``Subject.score`` returns them.
-        notes: what is to be said of all this.
+        notes: on the sample and on the model that was valued.
     """
 
     subject: Subject
@@ -127,7 +127,7 @@ class OwnValues:
 
 
 def _validation(subject: Subject) -> tuple[list[Example], list[str]]:
-    """Validation rows that are used, and what is to be said of them."""
+    """Validation rows with a response, and a note where they are few."""
     usable = [row for row in subject.validation if row.response_tokens]
     if len(usable) < _FEWEST_ROWS:
         raise DataError(

@@ -82,7 +82,7 @@ def attention_calls(
 ) -> list[tuple[int, AttentionCall, Tensor]]:
     """The softmax-attention calls of ``layers`` in one forward (dropout off, no graph).
 
-    The model's own kernel runs; the routing is gone afterwards.
+    The model's own kernel runs, and afterwards attention is routed as before.
 
     Returns:
         Of each call its layer; queries, keys, values, mask and scale; head outputs (b, h, t, d_v).

@@ -100,7 +100,7 @@ def gathered(
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """Everything that a diagnostic may look at; nothing of it is changed.
+    """The model, rows and settings that diagnostics read; they change nothing of them.
 
     Attributes:
         model: the model whose tokens are valued, in evaluation mode.

@@ -162,7 +162,7 @@ def _along(
 
 
 def depths_of(requested: Sequence[int], depth: int, own: int) -> list[int]:
-    """Numbers of last layers to try: those asked for, or a spread on a log scale; and ``own``.
+    """Numbers of last layers to try: those requested, or a spread on a log scale; and ``own``.
 
     >>> depths_of((), 5, 3), depths_of((), 32, 3), depths_of((2, 20), 28, 3)
     ([1, 2, 3, 4, 5], [1, 2, 3, 4, 7, 12, 20, 32], [2, 3, 20])
@@ -177,7 +177,7 @@ def depths_of(requested: Sequence[int], depth: int, own: int) -> list[int]:
 
 
 def windows_of(requested: Sequence[int], longest: int, own: int | None) -> list[int | None]:
-    """Windows to try: those asked for, or 0 and powers of two below the longest row; own; no limit.
+    """Windows to try: those requested, or 0 and powers of two below the longest row; own; no limit.
 
     >>> windows_of((), 9, 3)
     [0, 1, 2, 3, 4, 8, None]
@@ -301,7 +301,7 @@ def read(
 def along(
     model: nn.Module, direction: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The direction of these parameters, under their own names: a tied one has several."""
+    """Return ``direction`` keyed as ``parameters``; a tied parameter has several names."""
     named = dict(model.named_parameters(remove_duplicate=False))
     direction_of = {id(named[name]): matrix for name, matrix in direction.items()}
     return {name: direction_of[id(parameter)] for name, parameter in parameters.items()}
