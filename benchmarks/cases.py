@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from alphatoken import Scorer, ScorerConfig
+from alphatoken.diagnose.cost import flops
 from alphatoken.estimate.contraction import contract, outer_sum
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.fidelity.cost import flops
 from alphatoken.model.batch import read_batch, token_losses
 from alphatoken.model.protocol import find_adapter
 from benchmarks.floors import Shape

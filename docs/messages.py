@@ -30,7 +30,7 @@ ROOMS = {
     "direction": "Validation gradient, Fisher and optimizer",
     "errors": "Options with a list of choices",
     "estimate": "Estimators",
-    "fidelity": "Diagnostics",
+    "diagnose": "Diagnostics",
     "measure": "Measures of the lab",
     "methods": "Methods of others (policies)",
     "model": "Models and batches",

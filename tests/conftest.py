@@ -128,7 +128,7 @@ def unit_of_work(nodeid: str) -> str:
     """
     file = nodeid.partition("::")[0]
     whole = any(
-        part in file for part in ("/integration/", "/lab/", "/benchmarks/", "/test_fidelity_")
+        part in file for part in ("/integration/", "/lab/", "/benchmarks/", "/test_diagnose_")
     )
     return file if whole else nodeid
 

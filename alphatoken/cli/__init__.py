@@ -46,7 +46,7 @@ _COMMANDS = {
     "diagnose": Command(
         "show how far to trust the values on your own model",
         "alphatoken.cli.diagnose_run:run",
-        "alphatoken.cli.diagnose:read",
+        "alphatoken.cli.diagnose_options:read",
     ),
 }
 

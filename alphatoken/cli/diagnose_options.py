@@ -1,4 +1,7 @@
-"""Options of ``alphatoken diagnose NAME``, the diagnostic's own among them."""
+"""``alphatoken diagnose NAME``: its names, and its options, the diagnostic's own among them.
+
+Nothing heavy is imported here, so that ``--help`` and a wrong name are answered quickly.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import argparse
 import inspect
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
-from alphatoken.cli.diagnose import ALL, entries_of
 from alphatoken.cli.options import CommandParser, add_option, add_options, kinds_of, option
 from alphatoken.corpus.options import (
     BudgetOptions,
@@ -22,19 +24,23 @@ from alphatoken.corpus.options import (
     RunningOptions,
     ValuationOptions,
 )
+from alphatoken.diagnose.registry import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.errors import AlphaTokenError, ConfigError
-from alphatoken.fidelity.registry import Entry
-from alphatoken.fidelity.subject import Subject
 
 __all__ = [
+    "ALL",
     "PROMPTS",
-    "SIZES",
     "DiagnoseOptions",
     "Request",
     "build_parser",
+    "entries_of",
+    "overview",
     "parse_budget",
+    "read",
     "read_request",
 ]
+
+ALL = "all"
 
 _ALL_QUESTION = "How far can I trust the values on my model? All diagnostics, in one report."
 
@@ -95,8 +101,8 @@ class _Subject:
 
 
 def _size(text: str, name: str) -> Any:
-    """A size that stays as it is given; where it is not, the budget may stop before it."""
-    most = getattr(Subject, name)
+    """An option for a size: given, it is fixed; else the budget may read less than the default."""
+    most = SIZES[name]
     return option(None, f"{text} (default {most}, fewer where the budget stops before)", least=1)
 
 
@@ -140,6 +146,58 @@ class DiagnoseOptions(
     """Options that all diagnostics share."""
 
 
+# --- which diagnostics ----------------------------------------------------------------------------
+
+
+def overview() -> str:
+    """Text of ``alphatoken diagnose --help``; no diagnostic is loaded for it."""
+    width = max(len(entry.name) for entry in DIAGNOSTICS) + 2
+    lines = [
+        "How far can I trust the values on my own model? Each diagnostic answers one question:",
+        "",
+        *(f"  {entry.name:{width}}{entry.question}" for entry in DIAGNOSTICS),
+        f"  {ALL:{width}}all of these, in one report",
+        "",
+        "usage: alphatoken diagnose NAME --model_name_or_path PATH --train_file FILE",
+        "           --validation_file FILE --output_dir DIR",
+        "           [--retention_set FILE] ...      drift and fisher need rows to retain",
+        "       alphatoken diagnose NAME --help    what one of them writes, and its options",
+    ]
+    return "\n".join(lines)
+
+
+def entries_of(name: str) -> tuple[Entry, ...]:
+    """The diagnostic of this name, or all.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return DIAGNOSTICS if name == ALL else (find(name),)
+
+
+def read(words: Sequence[str]) -> Sequence[str] | None:
+    """The arguments after ``diagnose``, of which the first is a name; None where it is answered.
+
+    Raises:
+        ConfigError: no name, or that of no diagnostic.
+    """
+    first = words[0] if words else ""
+    if first in ("-h", "--help"):
+        print(overview())
+        return None
+    if not first or first.startswith("-"):
+        raise ConfigError(
+            "the name of a diagnostic comes first",
+            got=first or "nothing",
+            remedy="alphatoken diagnose --help names them; or: all",
+        )
+    entries_of(first)
+    return words
+
+
+# --- arguments -----------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Request:
     """The diagnostics to run with their options, and the options that they share.
@@ -174,8 +232,10 @@ def read_request(name: str, *words: str) -> Request:
     )
     shared = DiagnoseOptions(**{one.name: said[one.name] for one in fields(DiagnoseOptions)})
     own = {key.removeprefix(_OWN): value for key, value in said.items() if key.startswith(_OWN)}
-    given = {} if name == ALL else {name: own}
-    options = {key: _options(key, module, given.get(key, {})) for key, module in modules.items()}
+    own_by_name = {} if name == ALL else {name: own}
+    options = {
+        key: _options(key, module, own_by_name.get(key, {})) for key, module in modules.items()
+    }
     command = shlex.join(["alphatoken", "diagnose", name, *words])
     fixed = {one for one in SIZES if getattr(shared, one) is not None}
     # Whoever draws them from the training rows must say how many; the budget may stop before.
@@ -211,17 +271,13 @@ def parse_budget(text: str) -> float | None:
     return seconds
 
 
-SIZES = ("tokens", "oracle_tokens", "fisher_samples", "tuning_steps")
-"""Sizes that all diagnostics share, and that a subject has by the same name."""
-
-
 _OWN = "own_"
 """Before the names of a diagnostic's own options, which may be called as one that all share."""
 
 
-def _options(name: str, module: ModuleType, given: Mapping[str, Any]) -> Any:
+def _options(name: str, module: ModuleType, arguments: Mapping[str, Any]) -> Any:
     try:
-        return module.Options(**given)
+        return module.Options(**arguments)
     except AlphaTokenError as error:
         raise ConfigError(f"an option of {name} has no meaning: {error}") from None
 
@@ -238,8 +294,8 @@ def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
     kinds = kinds_of(options)
     for one in fields(options):
         # One that all diagnostics have already gets the diagnostic's name before it.
-        taken = {f"--{one.name}", f"--score_{one.name}"} & set(parser._option_string_actions)
-        flag = f"--{name.replace('-', '_')}_{one.name}" if taken else f"--{one.name}"
+        clashes = {f"--{one.name}", f"--score_{one.name}"} & set(parser._option_string_actions)
+        flag = f"--{name.replace('-', '_')}_{one.name}" if clashes else f"--{one.name}"
         add_option(own, one, kinds[one.name], flag, f"{_OWN}{one.name}", default=argparse.SUPPRESS)
     return parser
 

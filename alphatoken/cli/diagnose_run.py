@@ -25,13 +25,13 @@ from alphatoken.corpus.folder import (
     require_writable,
     same_settings,
 )
+from alphatoken.diagnose.clouds import require_sklearn
+from alphatoken.diagnose.diagnosis import Diagnosis
+from alphatoken.diagnose.page import LEAD, section_of
+from alphatoken.diagnose.registry import DIAGNOSTICS, Entry
+from alphatoken.diagnose.rounds import diagnosed_before
+from alphatoken.diagnose.subject import Subject, require_retention
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
-from alphatoken.fidelity.clouds import require_sklearn
-from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.page import LEAD, section_of
-from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
-from alphatoken.fidelity.rounds import diagnosed_before
-from alphatoken.fidelity.subject import Subject, require_retention
 from alphatoken.report.page import render_page
 from alphatoken.support.progress import shown_progress
 from alphatoken.support.storage import write_json, write_text
@@ -181,24 +181,24 @@ class _Folder:
     @classmethod
     def open(cls, path: Path, prepared: Prepared, request: Request) -> _Folder:
         """A new run, or an earlier one, which must have the same settings."""
-        known: dict[str, dict[str, Any]] = {}
+        diagnostics: dict[str, dict[str, Any]] = {}
         manifest = path / _MANIFEST
         if manifest.exists() and request.shared.overwrite_output:
             _clear(path)
         if manifest.exists():
             earlier = read_manifest(manifest)
             same_settings(earlier["settings"], prepared.settings)
-            known = dict(earlier.get("diagnostics", {}))
+            diagnostics = dict(earlier.get("diagnostics", {}))
         for name, options in request.options.items():
-            asked = asdict(options)
-            if name in known:
+            chosen = asdict(options)
+            if name in diagnostics:
                 then, now = (
                     {f"{name}.{key}": value for key, value in each.items()}
-                    for each in (known[name]["options"], asked)
+                    for each in (diagnostics[name]["options"], chosen)
                 )
                 same_settings(then, now)
-            known[name] = {**known.get(name, {}), "options": asked}
-        folder = cls(path, prepared, known, request.command)
+            diagnostics[name] = {**diagnostics.get(name, {}), "options": chosen}
+        folder = cls(path, prepared, diagnostics, request.command)
         folder._write()
         return folder
 

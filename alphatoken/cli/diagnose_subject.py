@@ -12,14 +12,15 @@ from typing import Any
 from torch import nn
 
 from alphatoken import FisherDrift
-from alphatoken.cli.diagnose_options import PROMPTS, SIZES, DiagnoseOptions
+from alphatoken.cli.diagnose_options import PROMPTS, DiagnoseOptions
 from alphatoken.corpus.folder import examples_digest
 from alphatoken.corpus.notes import about_encoding, about_pools
 from alphatoken.corpus.rows import encode_some
 from alphatoken.data import EncodeOptions, Example, Fields, Pools, Row, read_rows, split_pools
+from alphatoken.diagnose.registry import SIZES
+from alphatoken.diagnose.statistics import FEWEST
+from alphatoken.diagnose.subject import Subject
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.fidelity.intervals import FEWEST
-from alphatoken.fidelity.subject import Subject
 from alphatoken.select.masks import keep_count
 from alphatoken.support.storage import file_digest, weights_digest
 
@@ -51,7 +52,7 @@ def retention_files(texts: Sequence[str]) -> dict[str, tuple[str, Fields]]:
     Raises:
         ConfigError: an unknown part, or a name twice.
     """
-    found: dict[str, tuple[str, Fields]] = {}
+    files: dict[str, tuple[str, Fields]] = {}
     for text in texts:
         whole = Path(text).is_file()  # whatever its name looks like
         path, *parts = [text] if whole else text.split(",")
@@ -59,15 +60,15 @@ def retention_files(texts: Sequence[str]) -> dict[str, tuple[str, Fields]]:
         if whole or not equals or "/" in name:
             name, rest = Path(path).stem, path
         columns = dict(part.partition("=")[::2] for part in parts)
-        if not set(columns) <= set(_FIELDS) or not all(columns.values()) or name in found:
+        if not set(columns) <= set(_FIELDS) or not all(columns.values()) or name in files:
             raise ConfigError(
                 "--retention_set cannot be read",
-                got=f"{text!r}{' has the name of another' if name in found else ''}",
+                got=f"{text!r}{' has the name of another' if name in files else ''}",
                 remedy="[NAME=]FILE[,prompt=FIELD][,response=FIELD] or [NAME=]FILE,messages=FIELD",
             )
         prompt, response, messages = map(columns.get, _FIELDS)
-        found[name] = rest, Fields(prompt, response, messages)
-    return found
+        files[name] = rest, Fields(prompt, response, messages)
+    return files
 
 
 def beside_models(texts: Sequence[str]) -> dict[str, str]:
@@ -76,18 +77,18 @@ def beside_models(texts: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: one cannot be read, or a name twice.
     """
-    found: dict[str, str] = {}
+    models: dict[str, str] = {}
     for text in texts:
         name, equals, model = text.partition("=")
-        if not (name and equals and model) or "/" in name or name in found:
+        if not (name and equals and model) or "/" in name or name in models:
             raise ConfigError(
                 "--beside cannot be read",
                 got=repr(text),
                 why="tables and figures call each model by a name of its own",
                 remedy="--beside NAME=MODEL, each with another name",
             )
-        found[name] = model
-    return found
+        models[name] = model
+    return models
 
 
 def check_files(options: DiagnoseOptions) -> None:
@@ -136,7 +137,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     validation = encode(pools.validation, "validation", how)
     how = replace(how, on_empty="skip")  # of the others such rows are counted, never an error
     held_out = encode(pools.fisher, "Fisher prompts", how) if pools.fisher else []
-    held = {n: encode(rows, f"retention ({n})", how) for n, rows in retention.items()}
+    retention_examples = {n: encode(rows, f"retention ({n})", how) for n, rows in retention.items()}
     model = options.model()
     before, beside = options.reference, beside_models(options.beside)
     reference = None if before is None else _other(model, options, before, "--reference")
@@ -156,7 +157,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         model=model,
         train=train,
         validation=validation,
-        retention=held,
+        retention=retention_examples,
         prompts=held_out,
         tokenizer=tokenizer,
         reference=reference,
@@ -180,12 +181,12 @@ def _read(
     notes: list[str] = []
     drawn = partial(_drawn, seed=options.seed, notes=notes)
     data = options.rows(options.train_file, limit=options.limit)
-    held = None
+    validation = None
     if options.validation_file is not None:
         # By the named columns where a row has them, else by those that are known.
-        held = options.rows(options.validation_file, optional=True)
+        validation = options.rows(options.validation_file, optional=True)
         most = options.validation_rows or VALIDATION_ROWS
-        held = drawn(held, most, "validation rows", "--validation_rows")
+        validation = drawn(validation, most, "validation rows", "--validation_rows")
     retention = {
         name: drawn(
             read_rows(path, fields=named),
@@ -197,8 +198,8 @@ def _read(
     }
     pools = split_pools(
         data,
-        validation=held,
-        validation_rows=0 if held is not None else options.validation_rows or 0,
+        validation=validation,
+        validation_rows=0 if validation is not None else options.validation_rows or 0,
         fisher=[row for rows in retention.values() for row in rows],
         fisher_keys=[] if fisher is None else list(fisher.metadata.get("row_keys", [])),
         leak_key=options.leak_key,

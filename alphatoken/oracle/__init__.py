@@ -25,7 +25,7 @@ it checks. All are meant for small models in float64; none is fast.
   run, through all steps of SGD or AdamW; and the ledger of its steps.
 - ``scope``: what is scored, found again from the model alone; ``evaluate``: what several stand on.
 
-**May import** ``errors`` alone. **Read by** ``fidelity``, ``benchmarks`` and the tests only: the
+**May import** ``errors`` alone. **Read by** ``diagnose``, ``benchmarks`` and the tests only: the
 estimators never see it. **Checked by** finite differences, and oracle against oracle
 (``tests/property/test_oracle*.py``).
 """

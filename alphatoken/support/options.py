@@ -15,7 +15,7 @@ def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
         default: the field's default; without one the field must be given.
         help: shown on the command line, which adds the default to it.
         **more: further entries of the field's ``metadata``: limits and choices, which
-            ``alphatoken.fidelity.options`` reads, and how the option is written, which
+            ``alphatoken.diagnose.options`` reads, and how the option is written, which
             ``alphatoken.cli.options`` reads.
     """
     metadata = {"help": help, **more}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from alphatoken.fidelity.diagnosis import Diagnosis
+from alphatoken.diagnose.diagnosis import Diagnosis
 
 
 @dataclass(frozen=True)

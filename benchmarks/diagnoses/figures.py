@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.registry import DIAGNOSTICS
+from alphatoken.diagnose.diagnosis import Diagnosis
+from alphatoken.diagnose.registry import DIAGNOSTICS
 from benchmarks.diagnoses.facts import FACTS, cell
 from benchmarks.diagnoses.subjects import Subject
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alphatoken.certificate.metrics import spearman
+from alphatoken.diagnose.statistics import spearman
 from benchmarks.frontier.measure import Numbers
 from benchmarks.frontier.parts import norm_groups
 from benchmarks.frontier.price import Scope

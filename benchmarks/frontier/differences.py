@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from alphatoken.diagnose.subject import Subject, places_of
+from alphatoken.diagnose.valuing import full_gradient
 from alphatoken.estimate.differences import FORMS, Differences
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.temporary_weights import ShiftedWeights
-from alphatoken.fidelity.subject import Subject, places_of
-from alphatoken.fidelity.valuing import full_gradient
 from alphatoken.model.batch import read_batch
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import find_adapter

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from alphatoken.diagnose.subject import Subject, places_of
+from alphatoken.diagnose.valuing import Setting, full_gradient, read
 from alphatoken.direction.objective import forward_losses, objective_gradient
 from alphatoken.direction.optimizers import frozen_preconditioners, full_preconditioners
 from alphatoken.errors import NumericalError
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.fidelity.subject import Subject, places_of
-from alphatoken.fidelity.valuing import Setting, full_gradient, read
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.support.storage import replacing

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alphatoken.fidelity.diagnosis import Table
-from alphatoken.fidelity.figures import Figure, Guide
-from alphatoken.fidelity.figures import draw as drawn
-from alphatoken.fidelity.intervals import Estimate
+from alphatoken.diagnose.diagnosis import Table
+from alphatoken.diagnose.figures import Figure, Guide
+from alphatoken.diagnose.figures import draw as drawn
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.support.storage import write_text
 from benchmarks.frontier.figures import with_differences, worth
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.certificate.metrics import spearman, top_overlap
-from alphatoken.fidelity.intervals import Estimate, bootstrap
+from alphatoken.diagnose.statistics import Estimate, bootstrap, spearman, top_overlap
 from alphatoken.support.progress import Tracker
 from benchmarks.floors import Shape
 from benchmarks.frontier.measure import Numbers, Shares

@@ -78,7 +78,7 @@ def keep_figure(exhibit: Exhibit, work: Path) -> None:
     folder = work / "laptop" / exhibit.name / "laptop" / asked.name
     if not (folder / "diagnosis.json").is_file():
         return
-    from alphatoken.fidelity.diagnosis import Diagnosis
+    from alphatoken.diagnose.diagnosis import Diagnosis
 
     found = Diagnosis.load(folder)
     pictures = [f for f in found.figures if f.key.startswith(asked.figures)]

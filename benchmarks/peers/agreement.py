@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.certificate.metrics import spearman
+from alphatoken.diagnose.statistics import spearman
 from alphatoken.estimate.columns import contract_columns
 from alphatoken.model.batch import label_mask, read_batch, to_token_index
 from alphatoken.scoring.captured import Captured

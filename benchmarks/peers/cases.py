@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.certificate.metrics import spearman
+from alphatoken.diagnose.statistics import spearman
 from alphatoken.model.batch import label_mask
 from benchmarks.machine import timed
 from benchmarks.measure import Run, alternate

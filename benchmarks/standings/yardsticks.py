@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.certificate.metrics import spearman
+from alphatoken.diagnose.statistics import spearman
 from benchmarks.standings.runs import Numbers, Setting
 
 UNITS = ("tokens", "rows")

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.certificate.metrics import spearman
 from alphatoken.data import Example, Row
 from alphatoken.data.rows import Turn
-from alphatoken.fidelity.cost import flops
+from alphatoken.diagnose.cost import flops
+from alphatoken.diagnose.statistics import spearman
 from alphatoken.model.batch import read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.intervals import Estimate
+from alphatoken.diagnose.diagnosis import Diagnosis, Table
+from alphatoken.diagnose.statistics import Estimate
 from benchmarks import prices
 from benchmarks.__main__ import WRITERS, pages
 from benchmarks.diagnoses.facts import FACTS, cell

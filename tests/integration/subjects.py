@@ -11,7 +11,7 @@ from torch import nn
 
 from alphatoken.data import EncodeOptions, Example, Row, Turn, encode_rows
 from alphatoken.data.stdlib import code_rows, text_rows
-from alphatoken.fidelity.subject import Subject
+from alphatoken.diagnose.subject import Subject
 from tests.integration.library_decoder import decoder_folder
 
 KINDS = {"far": "functions", "near": "topics"}

@@ -484,7 +484,7 @@ OTHERS: dict[str, tuple[str, Check]] = {
     ),
     "torch: _scaled_dot_product_flash_attention_for_cpu, "
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
-        "fidelity/cost.py", lambda: all(
+        "diagnose/cost.py", lambda: all(
             hasattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}")
             for end in ("", "_backward")
         ),

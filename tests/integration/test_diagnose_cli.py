@@ -18,8 +18,7 @@ from typing import Any, Literal
 import pytest
 
 from alphatoken.cli import main
-from alphatoken.cli.diagnose import ALL, overview
-from alphatoken.cli.diagnose_options import build_parser, read_request
+from alphatoken.cli.diagnose_options import ALL, build_parser, overview, read_request
 from alphatoken.cli.diagnose_subject import prepare, retention_files
 from alphatoken.cli.options import (
     option,
@@ -27,10 +26,10 @@ from alphatoken.cli.options import (
     spelled,
 )
 from alphatoken.data import Fields
+from alphatoken.diagnose.diagnosis import Diagnosis
+from alphatoken.diagnose.registry import DIAGNOSTICS, find
+from alphatoken.diagnose.subject import Subject
 from alphatoken.errors import ConfigError
-from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.registry import DIAGNOSTICS, find
-from alphatoken.fidelity.subject import Subject
 from alphatoken.support.storage import weights_digest
 from tests.integration import small_world
 from tests.integration.small_world import flags, saved_model, write_rows

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
+from alphatoken.diagnose.page import LEAD, MOST_ROWS, section_of
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import DataError
-from alphatoken.fidelity.diagnosis import Diagnosis, Drawing, Table
-from alphatoken.fidelity.intervals import Estimate
-from alphatoken.fidelity.page import LEAD, MOST_ROWS, section_of
 from alphatoken.report.drawing import canvas, svg_text
 from alphatoken.report.page import Section, render_page
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from alphatoken.fidelity import registry
-from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.subject import Subject
+from alphatoken.diagnose import registry
+from alphatoken.diagnose.diagnosis import Diagnosis
+from alphatoken.diagnose.subject import Subject
 from alphatoken.support.storage import weights_digest
 from tests.integration.subjects import RETENTION, examples, model, subject
 from tests.places import nightly

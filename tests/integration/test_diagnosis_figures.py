@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
+from alphatoken.diagnose import figures
+from alphatoken.diagnose.diagnosis import Table
+from alphatoken.diagnose.figures import Figure, Guide, draw
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import ConfigError
-from alphatoken.fidelity import figures
-from alphatoken.fidelity.diagnosis import Table
-from alphatoken.fidelity.figures import Figure, Guide, draw
-from alphatoken.fidelity.intervals import Estimate
 
 pytestmark = pytest.mark.pictures
 

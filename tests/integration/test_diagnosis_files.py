@@ -12,9 +12,9 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 
+from alphatoken.diagnose.diagnosis import Diagnosis, Table
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import DataError
-from alphatoken.fidelity.diagnosis import Diagnosis, Table
-from alphatoken.fidelity.intervals import Estimate
 from tests.integration.test_diagnose_page import diagnosis, drawn
 
 pytestmark = pytest.mark.pictures

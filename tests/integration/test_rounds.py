@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from alphatoken.fidelity.diagnosis import Diagnosis
-from alphatoken.fidelity.rounds import cut, diagnosed_before
-from alphatoken.fidelity.subject import Subject
+from alphatoken.diagnose.diagnosis import Diagnosis
+from alphatoken.diagnose.rounds import cut, diagnosed_before
+from alphatoken.diagnose.subject import Subject
 from alphatoken.support.progress import Tracker
 from tests.integration import subjects
 from tests.integration.subjects import examples

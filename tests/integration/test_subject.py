@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from alphatoken import AlphaTokenError, ConfigError, DataError, InputError, Scorer, ScorerConfig
-from alphatoken.fidelity.subject import Subject
+from alphatoken.diagnose.subject import Subject
 from alphatoken_lab.measure.losses import mean_response_loss
 from tests.integration import subjects
 from tests.integration.subjects import examples

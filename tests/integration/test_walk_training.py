@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from alphatoken import ScorerConfig
-from alphatoken.fidelity import registry
-from alphatoken.fidelity.valuing import with_estimator
+from alphatoken.diagnose import registry
+from alphatoken.diagnose.valuing import with_estimator
 from alphatoken.oracle import walk as oracle
 from alphatoken.scoring.observed import Observed
 from alphatoken.train.policies.trained_weights import copied

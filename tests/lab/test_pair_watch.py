@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from alphatoken.diagnose.pairs import CollectedPairs
 from alphatoken.errors import ConfigError, UnsupportedError
-from alphatoken.fidelity.collected_pairs import CollectedPairs
 from alphatoken.train.sft import AlphaSFTTrainer
 from alphatoken_lab.measure.pair_watch import PROBE, taken_up, watch_pairs
 from tests.integration import tiny_training as tiny

@@ -23,15 +23,15 @@ OPTIONAL = (
 @pytest.fixture(scope="module")
 def few_draws() -> Iterator[None]:
     """Intervals of 20 draws, not 200, in whole diagnoses; test_intervals.py is about them."""
-    from alphatoken.fidelity import intervals
+    from alphatoken.diagnose import statistics
 
-    drawn = intervals._resamples
+    drawn = statistics._resamples
 
     def few(count: int, groups: Any, draws: int, generator: Any) -> Any:
         return drawn(count, groups, min(draws, 20), generator)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intervals, "_resamples", few)
+        patch.setattr(statistics, "_resamples", few)
         yield
 
 

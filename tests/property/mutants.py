@@ -601,7 +601,7 @@ OWN = (
     mutant(
         "hops-keep-what-stays",
         "same-layer hops contain what stays at its position",
-        ("fidelity.causal_parts._hop_errors_of", "e - own[i] if i in own else e", "e"),
+        ("diagnose.value_propagation._hop_errors_of", "e - own[i] if i in own else e", "e"),
         HOP,
     ),
     mutant(

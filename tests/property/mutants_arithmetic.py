@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.property import test_fidelity_arithmetic as tests
+from tests.property import test_diagnose_arithmetic as tests
 from tests.property.mutation import claim, mutant
 
 SCORED = claim(tests.test_each_arithmetic_has_the_scorers_values, "alphatoken", tested=True)
@@ -10,7 +10,7 @@ UNMOVED = claim(tests.test_a_model_that_has_not_moved_drifts_in_no_arithmetic)
 NUMBERS = claim(tests.test_the_four_numbers_by_hand)
 REDRAWN = claim(tests.test_what_other_rows_change_is_counted_draw_by_draw)
 PLANTED = claim(tests.test_planted_rounding_turns_the_verdict)
-_ROOM = "fidelity.arithmetic."
+_ROOM = "diagnose.arithmetic."
 
 MUTANTS = (
     mutant(
@@ -31,7 +31,7 @@ MUTANTS = (
     mutant(
         "error-relative-to-the-narrow-values",
         "the error is divided by the norm of the values that have it",
-        ("relative_error", "norm(true)", "norm(found)"), NUMBERS, room="certificate.metrics.",
+        ("relative_error", "norm(truth)", "norm(values)"), NUMBERS, room="diagnose.statistics.",
     ),
     mutant(
         "decisions-that-stand-counted-as-reversed",

@@ -25,7 +25,7 @@ SHARED = claim(
 
 
 def _watch(name: str, sentence: str, target: str, old: str, new: str, found: Claim) -> Mutant:
-    return Mutant(name, sentence, (Edit(f"fidelity.{target}", old, new),), (found,), listed=False)
+    return Mutant(name, sentence, (Edit(f"diagnose.{target}", old, new),), (found,), listed=False)
 
 
 MUTANTS = (
@@ -37,8 +37,8 @@ MUTANTS = (
     _watch(
         "deviation-from-the-own-output",
         "a token's value is compared with the output at its own position, not the later one",
-        "pairs._deviation", "seen.output[pairs.row, :, pairs.k]",
-        "seen.output[pairs.row, :, pairs.t]", LOOKED,
+        "pairs._deviation", "output[row, :, k]",
+        "output[row, :, t]", LOOKED,
     ),
     _watch(
         "attention-transposed",
@@ -54,23 +54,23 @@ MUTANTS = (
     _watch(
         "cells-transposed",
         "cells of weight and deviation change places",
-        "collected_pairs.PairCounts.of", "columns[0], columns[1], bins",
+        "pairs.PairCounts.of", "columns[0], columns[1], bins",
         "columns[1], columns[0], bins", COUNTED,
     ),
     _watch(
         "risk-without-deviation",
         "the risk of a pair is its weight alone",
-        "collected_pairs.PairCounts.of", "(weight * away, RISK)", "(weight, RISK)", COUNTED,
+        "pairs.PairCounts.of", "(weight * away, RISK)", "(weight, RISK)", COUNTED,
     ),
     _watch(
         "masked-pairs-counted",
         "pairs that a mask hides are counted with the smallest weight",
-        "collected_pairs.PairCounts.of", "seen = alpha > 0", "seen = alpha >= 0", COUNTED,
+        "pairs.PairCounts.of", "visible = alpha > 0", "visible = alpha >= 0", COUNTED,
     ),
     _watch(
         "shares-of-a-cell-less",
         "the first cell at a level is left out of the share above it",
-        "collected_pairs.PairCounts.share_above", "self.risk[max(first, 0) :]",
+        "pairs.PairCounts.share_above", "self.risk[max(first, 0) :]",
         "self.risk[max(first, 0) + 1 :]", SHARED,
     ),
 )  # fmt: skip

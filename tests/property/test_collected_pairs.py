@@ -10,10 +10,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from alphatoken.diagnose import pairs
+from alphatoken.diagnose import value_propagation as diagnostic
+from alphatoken.diagnose.pairs import CollectedPairs, PairCounts
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.fidelity import collected_pairs, pairs
-from alphatoken.fidelity import value_propagation as diagnostic
-from alphatoken.fidelity.collected_pairs import CollectedPairs, PairCounts
 from alphatoken.model.batch import to_label_position
 from alphatoken.model.partial_forward import hidden_of
 from alphatoken.model.protocol import find_adapter
@@ -21,7 +21,7 @@ from alphatoken.oracle import jacobian
 from alphatoken.support.storage import write_tensors
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.setups import attention_spec
-from tests.property.test_fidelity_value_propagation import (
+from tests.property.test_diagnose_value_propagation import (
     MODEL,
     TINY,
     batch_of,
@@ -55,12 +55,12 @@ def test_counts_of_pairs(seed: int, count: int) -> None:
     Those that a mask hides are counted in none; beyond the ends, in the cell at the end.
     """
     alpha, deviation = drawn(seed, count)
-    found = collected_pairs.PairCounts.of(alpha, deviation)
+    found = pairs.PairCounts.of(alpha, deviation)
     joint, risk = np.zeros_like(found.joint), np.zeros_like(found.risk)
     for a, d in zip(alpha.ravel(), deviation.ravel(), strict=True):
         if a > 0:
-            joint[cell(a, collected_pairs.ALPHA), cell(d, collected_pairs.DEVIATION)] += 1
-            risk[cell(a * d, collected_pairs.RISK)] += 1
+            joint[cell(a, pairs.ALPHA), cell(d, pairs.DEVIATION)] += 1
+            risk[cell(a * d, pairs.RISK)] += 1
     np.testing.assert_array_equal(found.joint, joint)
     np.testing.assert_array_equal(found.risk, risk)
     assert found.pairs == int((alpha > 0).sum())
@@ -72,7 +72,7 @@ def test_shares_above_powers_of_ten(seed: int, level: float) -> None:
     alpha, deviation = drawn(seed, 50)
     alpha[0], deviation[0] = 0.5, 2.0 * level * 1.001  # in the first cell that counts
     risk = (alpha * deviation)[alpha > 0]
-    found = collected_pairs.PairCounts.of(alpha, deviation).share_above(level)
+    found = pairs.PairCounts.of(alpha, deviation).share_above(level)
     assert found == (risk >= level).mean()
 
 
@@ -172,16 +172,16 @@ def test_weights_and_deviations_of_pairs(
         )
         for block in model.layers
     ]
-    seen_calls = pairs.see_calls(find_adapter(model), [0, 1], batch)
+    calls = pairs.attention_calls(find_adapter(model), [0, 1], batch)
     for hook in hooks:
         hook.remove()
-    assert [seen.layer for seen in seen_calls] == [0, 1]
-    for seen, hidden in zip(seen_calls, read, strict=True):
-        assert not seen.output.requires_grad
-        alpha, deviation = pairs.weigh_pairs(seen, used, used, window)
+    assert [layer for layer, _, _ in calls] == [0, 1]
+    for (layer, call, output), hidden in zip(calls, read, strict=True):
+        assert not output.requires_grad
+        alpha, deviation = pairs.weigh_pairs(call, output, used, used, window)
         wanted = []
         for row, length in enumerate((6, 4)):
-            state = jacobian.attend(attention_spec(model, seen.layer, length), hidden[row, :length])
+            state = jacobian.attend(attention_spec(model, layer, length), hidden[row, :length])
             last = length - 2  # predicts the last token
             value = state.value.repeat_interleave(len(state.alpha) // len(state.value), 0)
             for k in range(last + 1):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from alphatoken import CoverageError, FisherDrift, Scorer, ScorerConfig
-from alphatoken.fidelity.causal_parts import causal_columns
+from alphatoken.diagnose.value_propagation import causal_columns
 from alphatoken.model.batch import read_batch
 from alphatoken.oracle import gradients, influence, propagation
 from tests.property.decoder import Attention, ReferenceAdapter, ReferenceDecoder

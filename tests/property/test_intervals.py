@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from alphatoken.diagnose.statistics import FEWEST, Estimate, bootstrap
 from alphatoken.errors import InputError
-from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
 
 
 def mean(x: np.ndarray) -> float:

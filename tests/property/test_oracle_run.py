@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis.strategies import booleans, integers, sampled_from
 from torch import Tensor, nn
 
-from alphatoken.certificate.metrics import spearman
 from alphatoken.data import EncodeOptions, collate, encode_rows
 from alphatoken.data.stdlib import code_rows
+from alphatoken.diagnose.statistics import spearman
 from alphatoken.direction.optimizers import full_preconditioners
 from alphatoken.errors import InputError
 from alphatoken.oracle import gradients

@@ -3,7 +3,7 @@
 The paper's diagnostic is of token pairs "during training". Every so many optimizer steps the same
 probe goes through the model, without dropout and without a graph, and attention weight and
 value-output deviation of its causal-window pairs are counted
-(:mod:`alphatoken.fidelity.collected_pairs`). Nothing of the model or of the run's random state
+(:mod:`alphatoken.diagnose.pairs`). Nothing of the model or of the run's random state
 changes: a run with the callback ends with the bits of one without.
 
     trainer.add_callback(watch_pairs(trainer, "pairs.safetensors", every=50))
@@ -23,9 +23,15 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from alphatoken.diagnose.pairs import (
+    CollectedPairs,
+    PairCounts,
+    attention_calls,
+    choose_positions,
+    softmax_layers,
+    weigh_pairs,
+)
 from alphatoken.errors import ConfigError, UnsupportedError
-from alphatoken.fidelity.collected_pairs import CollectedPairs, PairCounts
-from alphatoken.fidelity.pairs import choose_positions, see_calls, softmax_layers, weigh_pairs
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
@@ -136,12 +142,10 @@ class PairWatch(TrainerCallback):
         by_layer: dict[int, PairCounts] = {}
         layers, _ = softmax_layers(adapter, self._layers, f"{OPTION}=0")
         with self._context():
-            calls = see_calls(adapter, layers, batch)
-        for call in calls:
-            counts = PairCounts.of(*weigh_pairs(call, used, chosen, self._window))
-            by_layer[call.layer] = (
-                by_layer[call.layer] + counts if call.layer in by_layer else counts
-            )
+            calls = attention_calls(adapter, layers, batch)
+        for layer, call, output in calls:
+            counts = PairCounts.of(*weigh_pairs(call, output, used, chosen, self._window))
+            by_layer[layer] = by_layer[layer] + counts if layer in by_layer else counts
         return by_layer
 
 

@@ -148,7 +148,7 @@ def export_rows(task: Task, place: Path) -> None:
 
 def _section(work: Work, diagnosed: Diagnosed, task: Task, out: Path) -> list[str]:
     """The figures that are the paper's, beside the other pages of the scale, and what they say."""
-    from alphatoken.fidelity.diagnosis import Diagnosis
+    from alphatoken.diagnose.diagnosis import Diagnosis
 
     diagnosis = Diagnosis.load(out / diagnosed.name)
     sentences = [diagnosis.conclusion]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from alphatoken.diagnose.diagnosis import Drawing
+from alphatoken.diagnose.diagnosis import Table as Data
+from alphatoken.diagnose.figures import Figure, draw
+from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import ConfigError, require_choice
-from alphatoken.fidelity.diagnosis import Drawing
-from alphatoken.fidelity.diagnosis import Table as Data
-from alphatoken.fidelity.figures import Figure, draw
-from alphatoken.fidelity.intervals import Estimate
 from alphatoken_lab.paper.exhibits import Exhibit
 from alphatoken_lab.runner.tables import Table
 

@@ -1,0 +1,291 @@
+"""Values in float32, TF32, bfloat16 and float16, compared: is my dtype good enough?
+
+The run's own values are computed in each arithmetic that the device offers, beside float32. The
+yardstick is in the data: an arithmetic is good enough if it changes fewer decisions than other
+validation rows of the same number do, which are drawn from the given ones as in ``stability``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from alphatoken.diagnose.diagnosis import Diagnosis, Table
+from alphatoken.diagnose.figures import Figure, Guide
+from alphatoken.diagnose.own_values import Options, OwnValues, keep_shares, row_columns
+from alphatoken.diagnose.statistics import (
+    Estimate,
+    bootstrap,
+    kept,
+    percent,
+    relative_error,
+    spearman,
+)
+from alphatoken.diagnose.subject import Subject, conclude
+from alphatoken.diagnose.valuing import scorer_for
+from alphatoken.errors import CoverageError, NumericalError, UnsupportedError
+from alphatoken.select.masks import keep_count
+
+__all__ = ["Arithmetic", "Options", "changes", "diagnose", "redrawn_changes"]
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A dtype of the weights and a rounding of the products.
+
+    Attributes:
+        name: what tables call it.
+        weights: dtype of the weights.
+        autocast: whether bfloat16 autocast rounds what is multiplied.
+        tf32: whether the matrix products of float32 are TF32.
+    """
+
+    name: str
+    weights: torch.dtype = torch.float32
+    autocast: bool = False
+    tf32: bool = False
+
+    def on(self, device: str, loaded: set[torch.dtype]) -> bool:
+        """Whether it is tried; off CUDA float16 only where the weights were loaded in it."""
+        return device == "cuda" or not (
+            self.tf32 or (self.weights == torch.float16 and torch.float16 not in loaded)
+        )
+
+    @contextmanager
+    def used(self, device: str) -> Iterator[None]:
+        """Set autocast and the precision of products inside; an exception restores them too."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+        try:
+            with torch.autocast(device, torch.bfloat16, enabled=self.autocast):
+                yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+_FLOAT32 = Arithmetic("float32")
+_OTHERS = (
+    Arithmetic("TF32", tf32=True),
+    Arithmetic("bfloat16 autocast", autocast=True),
+    Arithmetic("bfloat16 weights", torch.bfloat16),
+    Arithmetic("float16 weights", torch.float16),
+)
+
+
+def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
+    """Value the same tokens in each arithmetic; compare with float32 and with other rows.
+
+    Raises:
+        InputError: too few tokens. DataError: too few validation rows. ConfigError: the objective
+            has no validation side, or its values are not linear in the gradients of its rows.
+    """
+    options = options or Options()
+    device, loaded = subject.device.type, _dtypes(subject.model)
+    with _FLOAT32.used(device):
+        base = OwnValues.of(subject.resized(model=_with_weights(subject.model, torch.float32)))
+        columns = row_columns(base.subject, base.scorer, base.rows, base.validation)
+    ratio, seed = subject.ratio, subject.seed
+    shares = keep_shares(columns, base.rest, ratio, options.resamples, seed=seed)
+    redrawn = bootstrap(
+        np.mean, redrawn_changes(base.total, shares, ratio), groups=base.groups, seed=seed
+    )
+    values_by_arithmetic, refused = {_FLOAT32: base.total}, []
+    for one in (one for one in _OTHERS if one.on(device, loaded)):
+        try:
+            values_by_arithmetic[one] = _values(base, subject.model, one)
+        except (CoverageError, NumericalError, UnsupportedError) as problem:
+            refused.append(f"There are no values with {one.name}: {problem.what}.")
+    records = [
+        _record(base, one, values, redrawn, loaded) for one, values in values_by_arithmetic.items()
+    ]
+    rows = len(base.validation)
+    drawn = {"validation_rows": rows, "draws": options.resamples, "decisions_changed": redrawn}
+    return conclude(
+        "arithmetic",
+        subject,
+        _conclusion(records[1:], redrawn, rows),
+        [
+            Table.of("arithmetics", "Values in each arithmetic, beside float32", records),
+            Table.of("other-rows", "The same values against other validation rows", [drawn]),
+        ],
+        [_figure(_tokens_table(base, values_by_arithmetic), keep_count(ratio, len(base.total)))],
+        valued=base.rows,
+        notes=[*base.notes, *_notes(device, loaded), *refused],
+        settings=asdict(options),
+    )
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def changes(
+    values: Numbers, truth: Numbers, ratio: float, rows: NDArray[Any], *, seed: int = 0
+) -> dict[str, Estimate]:
+    """Shares of decisions and of signs that are others, error in norm, and rank correlation.
+
+    With K(v) the first ``ceil(ratio n)`` tokens by value, w ``values`` and v ``truth``:
+    ``|K(w) xor K(v)| / n``, the share of ``sign w != sign v``, ``||w - v|| / ||v||`` and Spearman's
+    correlation; intervals are over rows.
+    """
+    estimate = partial(bootstrap, groups=rows, seed=seed)
+    return {
+        "decisions_changed": estimate(np.mean, kept(values, ratio) != kept(truth, ratio)),
+        "signs_changed": estimate(np.mean, np.sign(values) != np.sign(truth)),
+        "relative_error": estimate(relative_error, values, truth),
+        "spearman": estimate(spearman, values, truth),
+    }
+
+
+def redrawn_changes(truth: Numbers, keep_share: Numbers, ratio: float) -> Numbers:
+    """(n,) share of the draws of other validation rows that reverse each decision.
+
+    Args:
+        truth: (n,) values against the rows given.
+        keep_share: (n,) share of the draws in which a token is kept.
+        ratio: share to keep.
+    """
+    return np.where(kept(truth, ratio), 1 - keep_share, keep_share)
+
+
+def _record(
+    base: OwnValues,
+    one: Arithmetic,
+    values: Numbers,
+    redrawn: Estimate,
+    loaded: set[torch.dtype],
+) -> dict[str, Any]:
+    """One arithmetic beside float32, whose own record has no verdict."""
+    measures = changes(values, base.total, base.subject.ratio, base.groups, seed=base.subject.seed)
+    changed = measures["decisions_changed"].value
+    good = None if one == _FLOAT32 else changed < redrawn.value or changed == 0
+    return {
+        "arithmetic": one.name,
+        "yours": loaded == {one.weights} and not (one.autocast or one.tf32),
+        "good_enough": good,
+        **measures,
+    }
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def _values(base: OwnValues, original: nn.Module, one: Arithmetic) -> Numbers:
+    """(n,) values of the same tokens, finite; the reference weights are rounded as the others.
+
+    Raises:
+        CoverageError, NumericalError, UnsupportedError: the model has no values so.
+    """
+    narrow = one.weights != torch.float32
+    model = _with_weights(original, one.weights) if narrow else base.model
+    retention = base.retention
+    if retention is not None and narrow:
+        rounded = {name: weight.to(one.weights) for name, weight in retention.reference.items()}
+        retention = replace(retention, reference=rounded)
+    scorer = scorer_for(base.subject, model=model, retention=retention, rows=base.validation)
+    with one.used(base.subject.device.type):
+        values = base.subject.score(scorer, base.rows, f"Values, {one.name}")["total"]
+    kept(values, base.subject.ratio)  # refuses what is not finite
+    return values
+
+
+def _dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+
+
+def _with_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model if its weights have this dtype, else a copy; buffers stay, as loading has them."""
+    if _dtypes(model) == {dtype}:
+        return model
+    copied = copy.deepcopy(model)
+    for weight in copied.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.to(dtype)
+    return copied
+
+
+# --- tables, figure and words ---------------------------------------------------------------------
+
+
+def _tokens_table(base: OwnValues, values_by_arithmetic: Mapping[Arithmetic, Numbers]) -> Table:
+    """One record a token and arithmetic."""
+    ranks = {
+        one: np.argsort(np.argsort(-x, kind="stable")) + 1
+        for one, x in values_by_arithmetic.items()
+    }
+    records = [
+        {
+            "arithmetic": one.name,
+            "row": base.rows[int(row)].row.index,
+            "position": int(base.values["position"][place]),
+            "value in float32": float(base.total[place]),
+            "value": float(values[place]),
+            "rank in float32": int(ranks[_FLOAT32][place]),
+            "rank": int(ranks[one][place]),
+        }
+        for one, values in values_by_arithmetic.items()
+        if one != _FLOAT32
+        for place, row in enumerate(base.groups)
+    ]
+    return Table.of("arithmetic-ranks", "Values and ranks of each token", records)
+
+
+def _figure(tokens: Table, count: int) -> Figure:
+    return Figure(
+        "scatter",
+        "arithmetic-ranks",
+        tokens,
+        "Where decisions change",
+        "Tokens by falling value. Those left and below the dashed lines are kept in both, those "
+        "right and above in neither; a point elsewhere is a decision that changes.",
+        x="rank in float32",
+        y="rank",
+        facets="arithmetic",
+        guides=(Guide(count + 0.5, "x"), Guide(count + 0.5, "y")),
+        ylabel="rank in this arithmetic",
+    )
+
+
+def _conclusion(records: Sequence[Mapping[str, Any]], redrawn: Estimate, rows: int) -> str:
+    """Which are good enough, with the share of decisions that each changes."""
+    if not records:
+        return "No arithmetic but float32 gives values of this model."
+    good, bad = (
+        [record["arithmetic"] for record in records if record["good_enough"] == wanted]
+        for wanted in (True, False)
+    )
+    verdict = " and ".join(good) or "float32 alone"
+    verdict += f", but not with {' or '.join(bad)}" if good and bad else ""
+    shares = ", ".join(
+        f"{percent(record['decisions_changed'])} with {record['arithmetic']}" for record in records
+    )
+    return (
+        f"Values are good enough with {verdict}: the share of decisions that change is {shares}, "
+        f"and {percent(redrawn)} with another draw of the {rows} validation rows."
+    )
+
+
+def _notes(device: str, loaded: set[torch.dtype]) -> list[str]:
+    notes = []
+    if device != "cuda":
+        notes.append(
+            f"There is no TF32 on this device ({device}); float16 weights are tried on CUDA, and "
+            "where a model was loaded so."
+        )
+    if loaded != {torch.float32}:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in loaded))
+        notes.append(
+            f"The weights were loaded in {names} and cast to float32, so that what loading rounded "
+            "is in all values alike: it is not of the arithmetic."
+        )
+    return notes

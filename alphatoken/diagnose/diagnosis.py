@@ -1,0 +1,205 @@
+"""The result of a diagnostic, with conclusion, tables and figures, and the files it becomes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alphatoken.diagnose.statistics import Estimate
+from alphatoken.errors import DataError
+from alphatoken.support.storage import write_text
+
+__all__ = ["Cell", "Diagnosis", "Drawing", "Table"]
+
+Cell = str | int | float | bool | None
+_FILE = "diagnosis.json"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of columns and rows.
+
+    Attributes:
+        key: name of its CSV file, without suffix.
+        title: heading.
+        columns: names, unique.
+        rows: one cell a column; NaN and None are shown as a dash.
+        note: what a reader must know of it.
+    """
+
+    key: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls, key: str, title: str, records: Sequence[Mapping[str, Any]], note: str = ""
+    ) -> Table:
+        """Make a table of records of one kind; an ``Estimate`` becomes four columns.
+
+        Value, low, high and count are then in ``NAME``, ``NAME_low``, ``NAME_high``, ``NAME_n``,
+        so that no number stands without its interval.
+        """
+        flat = [_flat(record) for record in records]
+        columns = tuple(dict.fromkeys(name for record in flat for name in record))
+        rows = tuple(tuple(record.get(name) for name in columns) for record in flat)
+        return cls(key, title, columns, rows, note)
+
+    def csv(self) -> str:
+        """RFC 4180 text with a header; None and NaN are empty."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows([_plain(cell) for cell in row] for row in self.rows)
+        return text.getvalue()
+
+    def estimate(self, row: int, name: str) -> Estimate:
+        """The estimate in column ``NAME`` and the three columns that belong to it."""
+        record: dict[str, Any] = self.records()[row]
+        value, low, high = (
+            math.nan if cell is None else float(cell)
+            for cell in (record[name], record[f"{name}_low"], record[f"{name}_high"])
+        )
+        return Estimate(value, low, high, int(record[f"{name}_n"]))
+
+    def records(self) -> list[dict[str, Cell]]:
+        """One mapping a row."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    for name, cell in record.items():
+        if isinstance(cell, Estimate):
+            cells[name] = cell.value
+            cells |= {f"{name}_low": cell.low, f"{name}_high": cell.high, f"{name}_n": cell.count}
+        else:
+            cells[name] = cell
+    return cells
+
+
+def _plain(cell: Cell) -> str:
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+        return ""
+    return f"{cell:.10g}" if isinstance(cell, float) else str(cell)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One picture with its data.
+
+    Attributes:
+        key: name of its files, without suffix.
+        title: heading.
+        caption: what to look for, in a sentence or two.
+        data: what was drawn; downloadable from the page, and a CSV file.
+        svg: the picture; refers to nothing outside itself.
+        alt: what it shows, for those who do not see it.
+    """
+
+    key: str
+    title: str
+    caption: str
+    data: Table
+    svg: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of one diagnostic.
+
+    Attributes:
+        name: of the diagnostic, as on the command line.
+        question: what it answers.
+        conclusion: what it comes to, in a sentence with its number.
+        tables: numbers.
+        figures: pictures.
+        notes: what was sampled or left out, and warnings.
+        settings: what the numbers depend on.
+    """
+
+    name: str
+    question: str
+    conclusion: str
+    tables: tuple[Table, ...] = ()
+    figures: tuple[Drawing, ...] = ()
+    notes: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def table(self, key: str) -> Table:
+        """The table named ``key``; KeyError if there is none."""
+        return {table.key: table for table in self.tables}[key]
+
+    def figure(self, key: str) -> Drawing:
+        """The figure named ``key``; KeyError if there is none."""
+        return {figure.key: figure for figure in self.figures}[key]
+
+    def save(self, folder: str | Path) -> None:
+        """Write tables (CSV), figures (SVG, CSV), and ``diagnosis.json`` last.
+
+        Each file is whole or not there; a folder with ``diagnosis.json`` is finished.
+
+        Raises:
+            DataError: a file could not be written.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for table in (*self.tables, *(figure.data for figure in self.figures)):
+            write_text(folder / f"{table.key}.csv", table.csv())
+        for figure in self.figures:
+            write_text(folder / f"{figure.key}.svg", figure.svg)
+        write_text(folder / _FILE, self._json())
+
+    def _json(self) -> str:
+        record = asdict(self)
+        for figure in record["figures"]:
+            del figure["svg"]  # has a file of its own
+        for table in (*record["tables"], *(figure["data"] for figure in record["figures"])):
+            table["rows"] = [[_finite(cell) for cell in row] for row in table["rows"]]
+        return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+
+    @staticmethod
+    def finished(folder: str | Path) -> bool:
+        """True if ``save`` came to its end in this folder."""
+        return (Path(folder) / _FILE).is_file()
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Diagnosis:
+        """Read what ``save`` wrote.
+
+        Raises:
+            DataError: it is missing, cut, or something else.
+        """
+        folder = Path(folder)
+        try:
+            record = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+            for figure in record["figures"]:
+                figure["data"] = _read_table(figure["data"])
+                figure["svg"] = (folder / f"{figure['key']}.svg").read_text(encoding="utf-8")
+            record["figures"] = tuple(Drawing(**figure) for figure in record["figures"])
+            record["tables"] = tuple(map(_read_table, record["tables"]))
+            return cls(**{**record, "notes": tuple(record["notes"])})
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            raise DataError(
+                "a finished diagnosis cannot be read",
+                got=f"{folder}: {type(problem).__name__}: {problem}",
+                remedy="remove the folder and run it again",
+            ) from problem
+
+
+def _finite(cell: Cell) -> Cell:
+    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
+
+
+def _read_table(record: Mapping[str, Any]) -> Table:
+    rows = tuple(map(tuple, record["rows"]))
+    return Table(**{**record, "columns": tuple(record["columns"]), "rows": rows})

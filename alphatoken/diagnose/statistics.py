@@ -1,0 +1,259 @@
+"""Statistics with intervals of 95 %, refused below a size; agreement between two sets of values.
+
+Measures of agreement take equally long columns, of which the second is the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+from torch import Tensor
+
+from alphatoken.errors import InputError, NumericalError
+from alphatoken.select.masks import keep_count
+
+__all__ = [
+    "FEWEST",
+    "Estimate",
+    "agreement",
+    "bootstrap",
+    "few_rows",
+    "kept",
+    "overlap",
+    "percent",
+    "relative_error",
+    "spearman",
+    "top_overlap",
+]
+
+FEWEST = 8
+"""Fewest items a statistic is computed of: below it, an interval would be wider than its range."""
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % interval.
+
+    Attributes:
+        value: on all items; NaN where it is not defined.
+        low: lower end of the interval.
+        high: upper end.
+        count: items.
+        reason: why there is no number, or "".
+    """
+
+    value: float
+    low: float
+    high: float
+    count: int
+    reason: str = ""
+
+    @classmethod
+    def undefined(cls, count: int, reason: str) -> Estimate:
+        """No number, and why."""
+        return cls(math.nan, math.nan, math.nan, count, reason)
+
+    @property
+    def defined(self) -> bool:
+        """True if there is a number."""
+        return not math.isnan(self.value)
+
+    def __str__(self) -> str:
+        """The number and its interval, never a bare one.
+
+        >>> str(Estimate(0.51, 0.402, 0.61, 90))
+        '0.51 [0.40, 0.61]'
+        >>> str(Estimate.undefined(3, "3 tokens, 8 needed"))
+        'not defined (3 tokens, 8 needed)'
+        """
+        return format(self, ".2f")
+
+    def __format__(self, spec: str) -> str:
+        """Number and interval, each as ``spec`` says; "" is ".2f".
+
+        >>> f"{Estimate(0.51, -0.402, 0.61, 90):+.1f}"
+        '+0.5 [-0.4, +0.6]'
+        """
+        if not self.defined:
+            return f"not defined ({self.reason})"
+        value, low, high = (format(x, spec or ".2f") for x in (self.value, self.low, self.high))
+        return f"{value} [{low}, {high}]"
+
+
+def few_rows(rows: int) -> list[str]:
+    """A caution about intervals over tokens of so few rows; empty if rows are drawn."""
+    if rows >= FEWEST:
+        return []
+    return [
+        f"Fewer than {FEWEST} rows ({rows}): intervals draw single tokens, and are too narrow, "
+        "because tokens of one row are not independent."
+    ]
+
+
+def bootstrap(
+    statistic: Callable[..., float],
+    *columns: Sequence[float] | NDArray[Any],
+    groups: Sequence[int] | NDArray[np.int64] | None = None,
+    draws: int = 200,
+    seed: int = 0,
+    what: str = "tokens",
+) -> Estimate:
+    """``statistic(*columns)`` with a percentile bootstrap interval (95 %).
+
+    Tokens of one row are not independent, so whole groups are drawn where there are at least
+    ``FEWEST`` of them; otherwise single items, and the interval is then a lower limit of the
+    truth. Draws on which the statistic is not defined are left out.
+
+    Args:
+        statistic: of equally long columns; NaN where not defined.
+        columns: one number an item each.
+        groups: which row an item belongs to.
+        draws: bootstrap samples.
+        seed: of the draws.
+        what: the items, for messages.
+
+    Raises:
+        InputError: columns of different lengths.
+    """
+    arrays = [np.asarray(column, dtype=np.float64) for column in columns]
+    count = len(arrays[0])
+    if any(len(array) != count for array in arrays):
+        raise InputError(
+            "columns of a statistic must be equally long",
+            got=", ".join(str(len(array)) for array in arrays),
+        )
+    if count < FEWEST:
+        return Estimate.undefined(count, f"{count} {what}, {FEWEST} needed")
+    value = float(statistic(*arrays))
+    if math.isnan(value):
+        return Estimate.undefined(count, "all values are equal")
+    generator = np.random.default_rng(seed)
+    places = _resamples(count, groups, draws, generator)
+    results = np.array([statistic(*(array[index] for array in arrays)) for index in places])
+    results = results[~np.isnan(results)]
+    if not len(results):
+        return Estimate.undefined(count, "not defined on any resample")
+    low, high = np.quantile(results, [0.025, 0.975])
+    return Estimate(value, float(min(low, value)), float(max(high, value)), count)
+
+
+def _resamples(
+    count: int,
+    groups: Sequence[int] | NDArray[np.int64] | None,
+    draws: int,
+    generator: np.random.Generator,
+) -> list[NDArray[np.int64]]:
+    labels = np.asarray([] if groups is None else groups)
+    members = [np.flatnonzero(labels == group) for group in np.unique(labels)]
+    if len(members) < FEWEST:
+        return [generator.integers(0, count, count) for _ in range(draws)]
+    return [
+        np.concatenate([members[i] for i in generator.integers(0, len(members), len(members))])
+        for _ in range(draws)
+    ]
+
+
+def agreement(
+    values: Numbers, truth: Numbers, ratio: float, rows: NDArray[Any], *, seed: int = 0
+) -> dict[str, Estimate]:
+    """Agreement of ``values`` with ``truth``, with intervals over rows.
+
+        spearman   rank correlation of the values
+        overlap    share of the tokens kept by the one that the other keeps too; by chance the ratio
+
+    Kept are the first ``ceil(ratio n)`` of all tokens in one pool.
+    """
+    estimate = partial(bootstrap, groups=rows, seed=seed)
+    return {
+        "spearman": estimate(spearman, values, truth),
+        "overlap": estimate(overlap, kept(values, ratio), kept(truth, ratio)),
+    }
+
+
+def percent(share: Estimate) -> str:
+    """A share and its interval in percent.
+
+    >>> percent(Estimate(0.234, 0.18, 0.291, 90))
+    '23 % [18, 29]'
+    >>> percent(Estimate(0.0042, 0.001, 0.0091, 90))
+    '0.42 % [0.10, 0.91]'
+    """
+    if not share.defined:
+        return str(share)
+    fine = 0 < share.value < 0.0995
+    digits = 0 if not fine else 1 if share.value >= 0.01 else 2
+    value, low, high = (f"{100 * x:.{digits}f}" for x in (share.value, share.low, share.high))
+    return f"{value} % [{low}, {high}]"
+
+
+Column = Tensor | NDArray[Any] | Sequence[Any]
+
+
+def _numbers(column: Column) -> Numbers:
+    if isinstance(column, Tensor):
+        column = column.detach().double().cpu().numpy()
+    return np.asarray(column, dtype=np.float64)
+
+
+def spearman(a: Column, b: Column) -> float:
+    """Spearman rank correlation, ties by their mean rank; NaN below 3 tokens or if constant."""
+    x, y = _numbers(a), _numbers(b)
+    if len(x) < 3 or (x == x[0]).all() or (y == y[0]).all():
+        return math.nan
+    r, q = stats.rankdata(x), stats.rankdata(y)
+    r, q = r - r.mean(), q - q.mean()
+    return float(r @ q) / math.sqrt(float(r @ r) * float(q @ q))
+
+
+def top_overlap(a: Column, b: Column, ratio: float = 0.5) -> float:
+    """Share of the tokens kept by ``a`` that ``b`` keeps too, both at ``ratio``.
+
+    A random ranking scores ``ratio`` in the mean.
+    """
+    x, y = _numbers(a), _numbers(b)
+    return overlap(kept(x, ratio), kept(y, ratio)) if len(x) else 0.0
+
+
+def kept(values: Numbers, ratio: float) -> NDArray[np.bool_]:
+    """The first ``ceil(ratio n)`` by value of the last axis, ties by index; of each row by itself.
+
+    The same sets as ``masks.select_top`` with everything in one pool, for many rankings at a
+    time.
+
+    Raises:
+        NumericalError: a NaN or Inf value.
+        InputError: ratio outside (0, 1].
+    """
+    if not np.isfinite(values).all():
+        raise NumericalError(
+            "a token value is not finite",
+            got=f"{int((~np.isfinite(values)).sum())} of {values.size}",
+            why="a NaN has no rank; what is kept would be arbitrary",
+            remedy="look at the weights, and at the precision",
+        )
+    order = np.argsort(-values, axis=-1, kind="stable")
+    chosen = np.zeros(values.shape, dtype=bool)
+    count = keep_count(ratio, values.shape[-1])
+    np.put_along_axis(chosen, order[..., :count], True, axis=-1)
+    return chosen
+
+
+def overlap(ours: Column, theirs: Column) -> float:
+    """Share of the tokens marked in ``ours`` that ``theirs`` marks too; NaN without any."""
+    a, b = _numbers(ours), _numbers(theirs)
+    return float((a * b).sum() / a.sum()) if a.sum() else math.nan
+
+
+def relative_error(values: Numbers, truth: Numbers) -> float:
+    """``||values - truth|| / ||truth||``; NaN where ``truth`` is 0."""
+    size = float(np.linalg.norm(truth))
+    return float(np.linalg.norm(values - truth)) / size if size else math.nan

@@ -1,0 +1,418 @@
+"""The subject of a diagnosis: a model, rows to value, validation rows, rows to retain."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from alphatoken.config import ScorerConfig
+from alphatoken.data import Example, batches, token_texts
+from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
+from alphatoken.diagnose.figures import Figure, draw
+from alphatoken.diagnose.registry import SIZES, find
+from alphatoken.diagnose.statistics import few_rows
+from alphatoken.diagnose.stepping import fine_tuned, usual_rate
+from alphatoken.direction.drift import FisherDrift
+from alphatoken.direction.fisher import fit_fisher
+from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.estimate.estimators import WALK
+from alphatoken.model.batch import IGNORE
+from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from alphatoken.report.examples import COMPONENTS
+from alphatoken.scorer import Scorer
+from alphatoken.support.progress import ProgressSink, Tracker
+
+__all__ = [
+    "Subject",
+    "conclude",
+    "gathered",
+    "places_of",
+    "require_first_order",
+    "require_retention",
+]
+
+Batch = dict[str, Tensor]
+
+
+def require_retention(sets: Sized) -> None:
+    """Check that there are sets of held-out retention rows.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not sets:
+        raise DataError(
+            "this diagnostic needs held-out retention rows",
+            got="none",
+            why="it compares the proxy with what is really forgotten",
+            remedy="--retention_set FILE (repeat it for several sets)",
+        )
+
+
+def require_first_order(config: ScorerConfig) -> None:
+    """Check that the values are derivatives at the model's weights.
+
+    Raises:
+        ConfigError: they are differences of losses along a walk.
+    """
+    if config.estimator == WALK:
+        raise ConfigError(
+            "this diagnostic is one of first-order values",
+            got=f"estimator {WALK!r}",
+            why="values along a walk are differences of losses, and have no layers, no optimizer's "
+            "step and no retention side",
+            remedy="--estimator label --value_parameters all (in Python "
+            "ScorerConfig('label', parameters='all'))",
+        )
+
+
+def places_of(rows: Sequence[Example]) -> NDArray[np.int64]:
+    """(n, 2): row and position of every response token, in that order; a first token never is."""
+    places = [
+        (number, place)
+        for number, row in enumerate(rows)
+        for place, label in enumerate(row.labels)
+        if place and label != IGNORE
+    ]
+    return np.array(places, dtype=np.int64).reshape(-1, 2)
+
+
+def gathered(
+    batches: Sequence[Batch], tracker: Tracker, of: Callable[[Batch], Mapping[Any, Tensor]]
+) -> dict[Any, NDArray[np.float64]]:
+    """Tensors that ``of`` finds in each batch, joined by key along their first axis."""
+    columns: dict[Any, list[NDArray[np.float64]]] = {}
+    done = 0
+    for batch in batches:
+        for key, part in of(batch).items():
+            columns.setdefault(key, []).append(part.detach().cpu().double().numpy())
+        done += len(batch["labels"])
+        tracker.report(done)
+    return {key: np.concatenate(parts) for key, parts in columns.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """The model, rows and settings that diagnostics read; they change nothing of them.
+
+    Attributes:
+        model: the model whose tokens are valued, in evaluation mode.
+        train: encoded rows whose response tokens are valued.
+        validation: encoded rows that define the objective.
+        retention: name of a set -> held-out rows of what must not be forgotten.
+        prompts: encoded rows on which Fishers are fitted, neither valued nor tuned on; empty for
+            the training rows.
+        tokenizer: for texts; None where only ids are known.
+        reference: the model before fine-tuning; None if ``model`` is that.
+        beside: name -> loads another model that was fine-tuned from the reference, on this device;
+            called when it is needed, one at a time.
+        fisher: fitted at the reference; None to fit one when it is needed.
+        config: what the user's run computes; diagnostics vary it.
+        ratio: share of the tokens that the run keeps.
+        batch_size: rows a batch.
+        tokens: most response tokens that are valued; rows are drawn until it is reached.
+        oracle_tokens: most tokens sent one by one through the slow oracle.
+        fisher_samples: of a Fisher that is fitted here.
+        tuning_steps: of the fine-tuning that stands in for a missing second model.
+        tuning_rate: its learning rate (AdamW); None for one that suits the model's width.
+        seed: of every draw.
+        progress: as in ``Tracker``.
+        names: what to call model and files in settings.
+    """
+
+    model: nn.Module
+    train: Sequence[Example]
+    validation: Sequence[Example]
+    retention: Mapping[str, Sequence[Example]] = field(default_factory=dict)
+    prompts: Sequence[Example] = ()
+    tokenizer: Any = None
+    reference: nn.Module | None = None
+    beside: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+    fisher: FisherDrift | None = None
+    config: ScorerConfig = field(default_factory=ScorerConfig)
+    ratio: float = 0.5
+    batch_size: int = 8
+    tokens: int = SIZES["tokens"]
+    oracle_tokens: int = SIZES["oracle_tokens"]
+    fisher_samples: int = SIZES["fisher_samples"]
+    tuning_steps: int = SIZES["tuning_steps"]
+    tuning_rate: float | None = None
+    seed: int = 0
+    progress: bool | ProgressSink | None = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check sizes, and that there is something to value."""
+        for name in ("batch_size", *SIZES):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1", got=repr(getattr(self, name)))
+        for what in ("train", "validation"):
+            if not sum(example.response_tokens for example in getattr(self, what)):
+                raise DataError(
+                    f"the {what} rows have no response token",
+                    got=f"{len(getattr(self, what))} rows",
+                    remedy="look at the fields and at --max_length",
+                )
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model's parameters."""
+        return next(self.model.parameters()).device
+
+    @property
+    def adapter(self) -> DecoderAdapter:
+        """Adapter of the model's structure."""
+        return find_adapter(self.model)
+
+    def sample(self) -> list[Example]:
+        """Training rows drawn at random, until ``tokens`` response tokens; in their own order.
+
+        A row that alone has more is taken if it comes first, so that there is always one.
+        """
+        drawn: list[int] = []
+        count = 0
+        for place in np.random.default_rng(self.seed).permutation(len(self.train)):
+            size = self.train[place].response_tokens
+            if size and (not drawn or count + size <= self.tokens):
+                drawn.append(int(place))
+                count += size
+        return [self.train[place] for place in sorted(drawn)]
+
+    def resized(self, **sizes: Any) -> Subject:
+        """The same subject with other sizes; what is fitted or fine-tuned is shared with it.
+
+        Args:
+            **sizes: fields, and ``objective_rows``: so many of the validation rows, drawn at
+                random, in their own order.
+        """
+        rows = sizes.pop("objective_rows", len(self.validation))
+        if rows < len(self.validation):
+            order = np.random.default_rng(self.seed).permutation(len(self.validation))
+            sizes["validation"] = [self.validation[place] for place in sorted(order[:rows])]
+        if sizes.get("fisher_samples", self.fisher_samples) != self.fisher_samples:
+            for name in [name for name in self._kept if name.startswith("fisher ")]:
+                del self._kept[name]  # a Fisher and its reference are as large as what is scored
+        subject = replace(self, **sizes)
+        object.__setattr__(subject, "_kept", self._kept)
+        return subject
+
+    def batches(self, rows: Sequence[Example], size: int | None = None) -> list[Batch]:
+        """Rows in padded batches on the model's device."""
+        return [
+            {name: tensor.to(self.device) for name, tensor in batch.items()}
+            for batch in batches(rows, size or self.batch_size)
+        ]
+
+    def texts(self, example: Example) -> list[str]:
+        """The text each token of a row adds; its number in brackets without a tokenizer."""
+        if self.tokenizer is None:
+            return [f"[{token}]" for token in example.input_ids]
+        return token_texts(self.tokenizer, example.input_ids)
+
+    def retention_rows(self, each: int = 8) -> dict[str, list[Example]]:
+        """The first ``each`` rows of every retention set that have response tokens.
+
+        Raises:
+            DataError: no retention rows were given, or a set has none that can be used.
+        """
+        require_retention(self.retention)
+        usable = {
+            name: [row for row in rows if row.response_tokens][:each]
+            for name, rows in self.retention.items()
+        }
+        empty = [name for name, rows in usable.items() if not rows]
+        if empty:
+            raise DataError("a retention set has no response token", got=", ".join(empty))
+        return usable
+
+    # --- values --------------------------------------------------------------------------------
+
+    def score(
+        self, scorer: Scorer, rows: Sequence[Example], label: str = ""
+    ) -> dict[str, NDArray[Any]]:
+        """Values of the response tokens of ``rows``, flat, in (row, position) order.
+
+        Keys: ``total``, ``adaptation``, ``stability`` and, where the estimator splits them,
+        ``adaptation_direct`` and so on; ``row`` and ``position`` say which token it is. Stability
+        is before lambda; ``row`` and ``position`` are whole numbers, the rest float64.
+        """
+        tracker = self.tracker(label or f"Values, {scorer.config.estimator}", len(rows))
+
+        def of(batch: Batch) -> dict[str, Tensor]:
+            values = scorer.score(batch)
+            parts = {one.key: getattr(values, one.key) for one in COMPONENTS}
+            return {key: part[values.mask] for key, part in parts.items() if part is not None}
+
+        row, position = places_of(rows).T
+        return {"row": row, "position": position, **gathered(self.batches(rows), tracker, of)}
+
+    # --- before and after -----------------------------------------------------------------------
+
+    def before_and_after(self) -> tuple[nn.Module, nn.Module, str]:
+        """Reference and fine-tuned model, and a sentence on where they come from.
+
+        Without a reference the model itself is it, and a copy is fine-tuned for
+        ``tuning_steps`` on the training rows; made once.
+        """
+        if self.reference is not None:
+            return (
+                self.reference,
+                self.model,
+                "Before: the reference given; after: the model given.",
+            )
+        key = f"after {self.tuning_steps}"
+        if key not in self._kept:
+            for other in [name for name in self._kept if name.startswith("after ")]:
+                del self._kept[other]  # one copy of the model at a time
+            self._kept[key] = fine_tuned(
+                copy.deepcopy(self.model),
+                list(self.batches(self.train)),
+                steps=self.tuning_steps,
+                rate=self.rate,
+                seed=self.seed,
+                tracker=self.tracker("Fine-tuning a copy", self.tuning_steps),
+            )
+        said = (
+            "No reference model was given, so the model is the reference, and a copy fine-tuned "
+            f"on the training rows for {self.tuning_steps} AdamW steps at {self.rate:.2g} is the "
+            "model after."
+        )
+        return self.model, self._kept[key], said
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the fine-tuning."""
+        return usual_rate(self.model) if self.tuning_rate is None else self.tuning_rate
+
+    def fitted_fisher(self, structure: str = "diagonal", **options: Any) -> FisherDrift:
+        """The Fisher given (if its structure is asked for), or one fitted here at the reference.
+
+        Fitted with ``labels="token"`` on ``fisher_rows`` by default: one forward a row, no
+        generation. Kept for each setting.
+        """
+        if self.fisher is not None and self.fisher.structure == structure and not options:
+            return self.fisher
+        settings: dict[str, Any] = {"samples": self.fisher_samples, "structure": structure}
+        settings |= options
+        key = f"fisher {sorted(settings.items(), key=str)}"
+        if key not in self._kept:
+            settings = {
+                "layers": self.config.layers,
+                "parameters": self.config.parameters,
+                "labels": "token",
+                "seed": self.seed,
+                "batch_size": self.batch_size,
+                "progress": self.progress,
+            } | settings
+            # Drawing is nearly all of a fit, and the Fisher's structure has no part in it.
+            if settings["labels"] == "sequence":
+                of = ("samples", "seed", "max_new_tokens", "batch_size")
+                drawn = f"responses {[settings.get(name) for name in of]}"
+                settings["responses"] = self._kept.setdefault(drawn, {})
+            (batch,) = self.batches(self.fisher_rows, len(self.fisher_rows))
+            reference = self.model if self.reference is None else self.reference
+            self._kept[key] = fit_fisher(reference, batch, **settings)
+        fisher: FisherDrift = self._kept[key]
+        return fisher
+
+    @property
+    def fisher_rows(self) -> list[Example]:
+        """Rows that Fishers are fitted on: the held-out ones, or the training rows without them."""
+        held_out = [row for row in self.prompts if row.response_tokens]
+        return held_out or [row for row in self.train if row.response_tokens]
+
+    # --- small things -----------------------------------------------------------------------------
+
+    def tracker(self, label: str, total: int) -> Tracker:
+        """Progress of one piece of work."""
+        return Tracker(label, total, self.progress)
+
+    def settings(self) -> dict[str, Any]:
+        """Settings on which every diagnosis depends, for its record."""
+        return {
+            **self.names,
+            "training rows": len(self.train),
+            "validation rows": len(self.validation),
+            "Fisher prompts held out": len(self.prompts),
+            **{f"retention rows, {name}": len(rows) for name, rows in self.retention.items()},
+            "estimator": self.config.estimator,
+            "layers": str(self.config.layers),
+            "parameters": self.config.parameters,
+            "window": self.config.window,
+            "stability_weight": self.config.stability_weight,
+            "ratio": self.ratio,
+            "tokens": self.tokens,
+            "seed": self.seed,
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+        }
+
+    def counted(self, rows: Sequence[Example]) -> str:
+        """Number of response tokens in these training rows, out of how many, in words."""
+        tokens, every = (sum(row.response_tokens for row in x) for x in (rows, self.train))
+        return (
+            f"{tokens} of {every} response tokens in {len(rows)} of {len(self.train)} training rows"
+        )
+
+    def require_tokens(self, rows: Sequence[Example], fewest: int, why: str) -> None:
+        """Refuse rows with too few response tokens for a statistic.
+
+        Raises:
+            InputError: fewer than ``fewest``.
+        """
+        count = sum(row.response_tokens for row in rows)
+        if count < fewest:
+            raise InputError(
+                f"at least {fewest} response tokens are needed",
+                got=f"{count} in {len(rows)} rows",
+                why=why,
+                remedy="give more or longer rows, or a larger --tokens",
+            )
+
+
+def conclude(
+    name: str,
+    subject: Subject,
+    conclusion: str,
+    tables: Iterable[Table],
+    figures: Iterable[Figure | Drawing],
+    *,
+    valued: Sequence[Example] = (),
+    notes: Iterable[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Diagnosis:
+    """The diagnosis ``name`` of ``subject``; tables without rows and their figures are left out.
+
+    Args:
+        name: of the diagnostic.
+        subject: whose settings are part of the result.
+        conclusion: a sentence.
+        tables: every number.
+        figures: declared over tables, or drawn already; drawn here.
+        valued: the rows that were valued, which a note counts.
+        notes: what else was sampled or left out, and warnings.
+        settings: of the diagnostic, beside those of the subject.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    counted = [f"{subject.counted(valued)} were valued.", *few_rows(len(valued))] if valued else []
+    shown = [f for f in figures if isinstance(f, Drawing) or f.table.rows]
+    return Diagnosis(
+        name,
+        find(name).question,
+        conclusion,
+        tuple(table for table in tables if table.rows),
+        tuple(f if isinstance(f, Drawing) else draw(f) for f in shown),
+        (*counted, *notes),
+        {**subject.settings(), **(settings or {})},
+    )
