@@ -23,8 +23,7 @@ from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.demo import models
-from alphatoken.estimate.differences import FORMS
-from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.estimate.names import ESTIMATORS, FORMS
 from alphatoken.fidelity.cost import flops
 from benchmarks.cases import scoring_floor
 from benchmarks.floors import Shape

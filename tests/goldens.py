@@ -139,7 +139,7 @@ def trainer_kind(family: str) -> Any:
 
 
 TRAINER_OPTIONS: dict[str, Any] = {
-    "score_layers": "2",
+    "layers": "2",
     "validation_batch_size": 4,
     "fisher_samples": 4,
     "fisher_max_new_tokens": 6,
@@ -456,8 +456,8 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "alphatoken": {},
         "path": {"estimator": "path"},
         "label": {"estimator": "label"},
-        "label, all parameters": {"estimator": "label", "value_parameters": "all"},
-        "walk": {"estimator": "walk", "walk_steps": 3, "score_layers": "3"},
+        "label, all parameters": {"estimator": "label", "parameters": "all"},
+        "walk": {"estimator": "walk", "walk_steps": 3, "layers": "3"},
         "random": {"policy": "random"},
         "bottom": {"policy": "bottom"},
         "all": {"policy": "all"},

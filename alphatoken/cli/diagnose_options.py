@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from alphatoken.cli.diagnose import ALL, entries_of
-from alphatoken.cli.options import CommandParser, add_option, add_options, kinds_of, option
+from alphatoken.cli.options import CommandParser, add_option, add_options, kinds_of
+from alphatoken.config import ValueOptions
 from alphatoken.corpus.options import (
     BudgetOptions,
     EarlierOptions,
@@ -20,11 +21,11 @@ from alphatoken.corpus.options import (
     ModelOptions,
     ReadingOptions,
     RunningOptions,
-    ValuationOptions,
 )
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.fidelity.registry import Entry
 from alphatoken.fidelity.subject import Subject
+from alphatoken.support.options import option
 
 __all__ = [
     "PROMPTS",
@@ -74,7 +75,7 @@ class _Subject:
     train_file: str = option(help="rows whose tokens are valued")
     validation_file: str | None = option(None, "rows that define the objective")
     validation_rows: int | None = option(
-        None, "number of validation rows to draw (default: at most 32)", least=1
+        None, "number of validation rows to draw (default: at most 32)", at_least=1
     )
     retention_set: list[str] = option(
         [],
@@ -89,7 +90,7 @@ class _Subject:
         "rows drawn from the training file for fitting a Fisher, then neither valued nor tuned on "
         f"(default: a fifth of them, at most {PROMPTS}, none of fewer than 40; 0: the training "
         "rows themselves)",
-        least=0,
+        at_least=0,
     )
     output_dir: str = option(help="folder for the results")
 
@@ -97,7 +98,7 @@ class _Subject:
 def _size(text: str, name: str) -> Any:
     """A size that stays as it is given; where it is not, the budget may stop before it."""
     most = getattr(Subject, name)
-    return option(None, f"{text} (default {most}, fewer where the budget stops before)", least=1)
+    return option(None, f"{text} (default {most}, fewer where the budget stops before)", at_least=1)
 
 
 @dataclass(kw_only=True)
@@ -119,9 +120,9 @@ class _Work:
     tuning_rate: float | None = option(
         None, "learning rate of these steps (AdamW; default: 0.064 / model width)"
     )
-    train_rows: int = option(500, "maximum number of training rows to draw", least=1)
+    train_rows: int = option(500, "maximum number of training rows to draw", at_least=1)
     retention_rows: int = option(
-        32, "maximum number of rows to draw from each retention set", least=1
+        32, "maximum number of rows to draw from each retention set", at_least=1
     )
 
 
@@ -129,7 +130,7 @@ class _Work:
 class DiagnoseOptions(
     ModelOptions,
     _Subject,
-    ValuationOptions,
+    ValueOptions,
     BudgetOptions,
     _Work,
     ReadingOptions,
@@ -238,8 +239,8 @@ def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
     kinds = kinds_of(options)
     for one in fields(options):
         # One that all diagnostics have already gets the diagnostic's name before it.
-        taken = {f"--{one.name}", f"--score_{one.name}"} & set(parser._option_string_actions)
-        flag = f"--{name.replace('-', '_')}_{one.name}" if taken else f"--{one.name}"
+        shared = f"--{one.name}" in parser._option_string_actions
+        flag = f"--{name.replace('-', '_')}_{one.name}" if shared else f"--{one.name}"
         add_option(own, one, kinds[one.name], flag, f"{_OWN}{one.name}", default=argparse.SUPPRESS)
     return parser
 

@@ -24,12 +24,13 @@ from alphatoken.errors import CoverageError, NumericalError, UnsupportedError
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import Estimate, bootstrap, percent
-from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.options import CheckedOptions
 from alphatoken.fidelity.own_values import OwnValues, keep_shares, row_columns
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import scorer_for
 from alphatoken.select.masks import keep_count
+from alphatoken.support.options import option
 
 __all__ = ["Arithmetic", "Options", "changes", "diagnose", "redrawn_changes"]
 
@@ -40,7 +41,7 @@ Numbers = NDArray[np.float64]
 class Options(CheckedOptions):
     """Options for the number of draws."""
 
-    resamples: int = option(500, "bootstrap resamples of the validation rows", least=50)
+    resamples: int = option(500, "bootstrap resamples of the validation rows", at_least=50)
 
 
 @dataclass(frozen=True)

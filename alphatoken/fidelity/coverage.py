@@ -17,18 +17,19 @@ from numpy.typing import NDArray
 from alphatoken.certificate import metrics
 from alphatoken.data import Example
 from alphatoken.errors import ConfigError
-from alphatoken.estimate.estimators import ESTIMATORS, WALK
+from alphatoken.estimate.names import ESTIMATORS, WALK
 from alphatoken.fidelity.clouds import clusters_of, entropy, picture_of
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure
 from alphatoken.fidelity.intervals import FEWEST
-from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.options import CheckedOptions
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.states import HeadStates, head_states
 from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.fidelity.tokenwise import draw
 from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.select.masks import keep_count
+from alphatoken.support.options import option
 
 __all__ = ["POLICIES", "Options", "band_of", "diagnose"]
 
@@ -49,11 +50,11 @@ class Options(CheckedOptions):
         "policies: random, low-perplexity (lowest token loss), high-perplexity, or an estimator",
         choices=(*POLICIES, *ESTIMATORS, WALK),
     )
-    clusters: int = option(12, "k-means clusters of all candidates' embeddings", least=2)
+    clusters: int = option(12, "k-means clusters of all candidates' embeddings", at_least=2)
     points: int = option(
-        1500, "maximum number of kept tokens in the picture; numbers use all", least=16
+        1500, "maximum number of kept tokens in the picture; numbers use all", at_least=16
     )
-    draws: int = option(200, "number of random selections to compare with", least=20)
+    draws: int = option(200, "number of random selections to compare with", at_least=20)
 
     def __post_init__(self) -> None:
         """Check every option."""

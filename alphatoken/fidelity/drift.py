@@ -24,10 +24,11 @@ from alphatoken.fidelity.clouds import picture_of
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure
 from alphatoken.fidelity.intervals import FEWEST, bootstrap
-from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.options import CheckedOptions
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.states import HeadStates, head_states
 from alphatoken.fidelity.subject import Subject
+from alphatoken.support.options import option
 
 __all__ = ["BEFORE", "Options", "diagnose", "laid_out", "relative_shift", "set_record"]
 
@@ -40,7 +41,7 @@ BEFORE = "before"
 class Options(CheckedOptions):
     """Options of the diagnostic ``drift``."""
 
-    probes: int = option(64, "number of retention rows of each set", least=1)
+    probes: int = option(64, "number of retention rows of each set", at_least=1)
     label: str = option("after", "name of the model beside others (--beside)")
 
     def __post_init__(self) -> None:

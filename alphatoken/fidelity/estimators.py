@@ -16,13 +16,13 @@ import numpy as np
 from torch import Tensor
 
 from alphatoken.data import Example
-from alphatoken.estimate.estimators import WALK
+from alphatoken.estimate.names import WALK
 from alphatoken.estimate.proofs import CoverageReport
 from alphatoken.fidelity.cost import direction_flops, step_flops, values_flops
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import agreement
-from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.options import CheckedOptions
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.fidelity.tokenwise import draw_short, inner_products, token_gradients
@@ -37,6 +37,7 @@ from alphatoken.fidelity.valuing import (
     supported,
 )
 from alphatoken.model.scope import resolve_layers
+from alphatoken.support.options import option
 
 __all__ = ["Options", "diagnose"]
 
@@ -51,7 +52,7 @@ class Options(CheckedOptions):
     layers: tuple[int, ...] = option(
         (),
         "Numbers of scored layers K to compare; none: all, or a spread of 8 on deeper models.",
-        least=1,
+        at_least=1,
     )
 
 

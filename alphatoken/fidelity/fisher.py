@@ -28,13 +28,14 @@ from alphatoken.errors import CoverageError, InputError
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure
 from alphatoken.fidelity.intervals import FEWEST, Estimate, agreement, bootstrap
-from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.options import CheckedOptions
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject, places_of, require_first_order
 from alphatoken.fidelity.valuing import values_along
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.scorer import Scorer
 from alphatoken.select.masks import keep_count
+from alphatoken.support.options import option
 
 __all__ = ["POOLED", "Options", "diagnose", "random_overlap", "variants"]
 
@@ -47,8 +48,8 @@ POOLED = "all sets"
 class Options(CheckedOptions):
     """Options for fitting and comparing; the subject has the rows, the Fisher and the settings."""
 
-    rows: int = option(8, "number of held-out rows of each retention set", least=1)
-    max_new_tokens: int = option(48, "maximum number of tokens of a sampled response", least=1)
+    rows: int = option(8, "number of held-out rows of each retention set", at_least=1)
+    max_new_tokens: int = option(48, "maximum number of tokens of a sampled response", at_least=1)
 
 
 def random_overlap(tokens: int, ratio: float) -> Estimate:

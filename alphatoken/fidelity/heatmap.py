@@ -20,13 +20,14 @@ from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Diagnosis, Drawing, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
-from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.options import CheckedOptions
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.token_text import KINDS, heatmap_figure, kind_of, normalised
 from alphatoken.fidelity.valuing import retention_term, scorer_for
 from alphatoken.report import COMPONENTS
 from alphatoken.report.examples import visible
+from alphatoken.support.options import option
 
 __all__ = ["Options", "Valued", "diagnose", "kinds_of", "shares_of"]
 
@@ -43,9 +44,9 @@ class Options(CheckedOptions):
     """Options of the diagnostic ``heatmap``."""
 
     rows: tuple[int, ...] = option(
-        (), "training rows to show, from 0; default: the first sampled", least=0
+        (), "training rows to show, from 0; default: the first sampled", at_least=0
     )
-    examples: int = option(3, "number of rows, if none are named", least=1)
+    examples: int = option(3, "number of rows, if none are named", at_least=1)
     colours: str = option(
         "signed",
         "signed (blue helps, orange harms) or relative (the paper's: from the lowest value of the "

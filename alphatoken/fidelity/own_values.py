@@ -20,7 +20,7 @@ from alphatoken.certificate.metrics import kept
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.estimate.estimators import WALK
+from alphatoken.estimate.names import WALK
 from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.valuing import retention_term, scorer_for, values_along

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import Estimate, bootstrap, percent
-from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.options import CheckedOptions
 from alphatoken.fidelity.own_values import OwnValues, keep_shares, row_columns
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
+from alphatoken.support.options import option
 
 __all__ = ["Options", "classify", "diagnose"]
 
@@ -40,7 +41,9 @@ _NARROW = 1e-1
 class Options(CheckedOptions):
     """Options for the number of draws."""
 
-    resamples: int = option(500, "number of bootstrap resamples of the validation rows", least=50)
+    resamples: int = option(
+        500, "number of bootstrap resamples of the validation rows", at_least=50
+    )
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:

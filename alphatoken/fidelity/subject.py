@@ -17,7 +17,7 @@ from alphatoken.data import Example, batches, token_texts
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.estimate.estimators import WALK
+from alphatoken.estimate.names import WALK
 from alphatoken.fidelity.stepping import fine_tuned, usual_rate
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
@@ -57,7 +57,7 @@ def require_first_order(config: ScorerConfig) -> None:
             got=f"estimator {WALK!r}",
             why="values along a walk are differences of losses, and have no layers, no optimizer's "
             "step and no retention side",
-            remedy="--estimator label --value_parameters all (in Python "
+            remedy="--estimator label --parameters all (in Python "
             "ScorerConfig('label', parameters='all'))",
         )
 

@@ -29,7 +29,7 @@ from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import FEWEST, Estimate, bootstrap
-from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.options import CheckedOptions
 from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.stepping import OPTIMIZERS, Stepper
 from alphatoken.fidelity.subject import Subject, require_first_order
@@ -37,6 +37,7 @@ from alphatoken.fidelity.tokenwise import draw_short, token_gradients
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.scope import resolve_layers
 from alphatoken.scorer import Scorer
+from alphatoken.support.options import option
 
 __all__ = ["Options", "Prediction", "diagnose"]
 
@@ -53,11 +54,11 @@ class Options(CheckedOptions):
         "adamw", f"What takes the step: {', '.join(OPTIMIZERS)}.", choices=OPTIMIZERS
     )
     learning_rate: float = option(1e-4, "Step size of your run.", above=0)
-    weight_decay: float = option(0.0, "Weight decay of your run.", least=0)
+    weight_decay: float = option(0.0, "Weight decay of your run.", at_least=0)
     warmup: int = option(
         32,
         "Steps of size 0 that fill the optimizer's state at the model's own weights.",
-        least=0,
+        at_least=0,
     )
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from alphatoken.fidelity.collected_pairs import ALPHA, DEVIATION, CollectedPairs
 from alphatoken.fidelity.diagnosis import Diagnosis, Table
 from alphatoken.fidelity.figures import Figure, Guide
 from alphatoken.fidelity.intervals import FEWEST
-from alphatoken.fidelity.options import CheckedOptions, option
+from alphatoken.fidelity.options import CheckedOptions
 from alphatoken.fidelity.pairs import (
     choose_positions,
     pair_counts,
@@ -39,6 +39,7 @@ from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.model.batch import read_batch, to_label_position
 from alphatoken.model.scope import mixers_without_rule
+from alphatoken.support.options import option
 
 __all__ = ["Options", "collect_pairs", "diagnose", "training_records"]
 
@@ -52,7 +53,7 @@ class Options(CheckedOptions):
     """Options of the probe; the subject decides on tokens, layers and window."""
 
     pairs: int = option(
-        20_000, "maximum number of causal-window pairs in each layer and head", least=1
+        20_000, "maximum number of causal-window pairs in each layer and head", at_least=1
     )
     collected: str | None = option(
         None, "file of pairs that a training run collected; drawn beside those of the model"

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from alphatoken.estimate.differences import FORMS, Differences
+from alphatoken.estimate.differences import Differences
 from alphatoken.estimate.forward_mode import label_values
+from alphatoken.estimate.names import FORMS
 from alphatoken.estimate.shift import Shift
 from alphatoken.fidelity.subject import Subject, places_of
 from alphatoken.fidelity.valuing import full_gradient

@@ -12,7 +12,7 @@ from torch import nn
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.estimate.names import ESTIMATORS
 from alphatoken.fidelity import estimators as diagnostic
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.subject import Subject

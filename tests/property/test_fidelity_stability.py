@@ -15,7 +15,7 @@ from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.estimate.names import ESTIMATORS
 from alphatoken.fidelity import own_values, stability
 from alphatoken.fidelity.intervals import Estimate, percent
 from alphatoken.fidelity.own_values import OwnValues, RowColumns, keep_shares, row_columns

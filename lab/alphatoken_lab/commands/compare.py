@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.cli.options import CommandParser, add_options, option
+from alphatoken.cli.options import CommandParser, add_options
 from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.support.options import option
 from alphatoken_lab.commands.compare_grid import CellOptions, GridOptions, read_grid
 
 if TYPE_CHECKING:

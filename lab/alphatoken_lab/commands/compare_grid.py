@@ -32,8 +32,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from alphatoken.cli.options import option
 from alphatoken.errors import ConfigError
+from alphatoken.support.options import option
 
 if TYPE_CHECKING:
     from alphatoken_lab.compare.grid import Grid, TaskSpec
@@ -91,7 +91,7 @@ class CellOptions:
     processes: int = option(1, "number of cells at a time, or in the queue at a time")
     devices: str | None = option(None, "indices of the GPUs for cells: 0,1,2,3")
     devices_per_cell: int = option(
-        1, "number of GPUs of one cell; its global batch stays", least=1, metavar="GPUS"
+        1, "number of GPUs of one cell; its global batch stays", at_least=1, metavar="GPUS"
     )
     launcher: Literal["local", "slurm", "submitit-local"] = option(
         "local", "this machine, or a queue by submitit"

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from alphatoken.cli.options import option, read_options
+from alphatoken.cli.options import read_options
 from alphatoken.corpus.options import ColumnOptions, ModelOptions
+from alphatoken.support.options import option
 
 __all__ = ["EvaluateOptions", "read"]
 
@@ -49,7 +50,7 @@ class _Tasks:
     shots: list[str] | None = option(None, "examples before each question: NAME=N ...")
     task_path: str | None = option(None, "YAML files of local lm-eval tasks")
     task_limit: int | None = option(
-        None, "measure only the first N questions of each task or set", least=1
+        None, "measure only the first N questions of each task or set", at_least=1
     )
     task_chat: bool = option(False, "put lm-eval's prompts into the chat template")
     target_file: str | None = option(None, "held-out rows, or preference pairs: the target loss")
@@ -83,10 +84,10 @@ class _Reading:
 
     chat: bool = option(True, "put rows and judged questions into the chat template")
     max_new_tokens: int | None = option(
-        None, "maximum number of tokens of an answer (default 256)", least=1
+        None, "maximum number of tokens of an answer (default 256)", at_least=1
     )
-    max_length: int | None = option(None, "cut rows to N tokens", least=1)
-    batch_size: int | None = option(None, "number of rows of one forward (default 16)", least=1)
+    max_length: int | None = option(None, "cut rows to N tokens", at_least=1)
+    batch_size: int | None = option(None, "number of rows of one forward (default 16)", at_least=1)
     beta: float = option(0.1, "beta of DPO, for pairs")
     output_dir: str = option("runs/evaluate", "folder for results")
     overwrite_output: bool = option(False, "replace an earlier evaluation there")

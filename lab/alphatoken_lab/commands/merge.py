@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.cli.options import option, read_options
+from alphatoken.cli.options import read_options
 from alphatoken.corpus.options import ColumnOptions
 from alphatoken.errors import ConfigError, FisherError
+from alphatoken.support.options import option
 
 if TYPE_CHECKING:
     from alphatoken_lab.compare.evaluate import Encoded

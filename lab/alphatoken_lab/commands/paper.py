@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from alphatoken.cli.options import CommandParser, add_options, option
+from alphatoken.cli.options import CommandParser, add_options
 from alphatoken.errors import ConfigError
+from alphatoken.support.options import option
 from alphatoken_lab.commands.compare_grid import CellOptions
 
 if TYPE_CHECKING:

@@ -68,7 +68,7 @@ def words_of(work: Work, asked: Diagnosed, task: TaskSpec, out: Path) -> list[st
         words += ["--collected", str(work.folder.of(cell).path / COLLECTED)]
     if asked.name == "fisher" and not unfit(work, cell):
         words += ["--fisher_file", str(_fisher(work, cell))]
-        words += ["--score_layers", str(cell.options.get("score_layers", "3"))]
+        words += ["--layers", str(cell.options.get("layers", "3"))]
     words += [*_shared(task), *_own(asked.options.get(work.scale, {}))]
     return words + (["--quiet"] if work.options.quiet else [])
 
@@ -84,8 +84,8 @@ def unfit(work: Work, cell: Cell) -> str:
     options = cell.options
     if options.get("use_peft"):
         return "the cell's is of the adapters' weights, and the model is merged"
-    if options.get("value_parameters", "linears") != "linears":
-        return f"the cell's is of other weights ({options['value_parameters']})"
+    if options.get("parameters", "linears") != "linears":
+        return f"the cell's is of other weights ({options['parameters']})"
     if options.get("retention") != "diagonal":
         return f"the cell's retention is {options.get('retention', 'none')}, not a diagonal Fisher"
     if not _fisher(work, cell).is_file():
