@@ -32,6 +32,7 @@ from alphatoken.config import refused_by_estimator
 from alphatoken.errors import ConfigError
 from alphatoken.estimate.names import WALK
 from alphatoken.model.layer_choice import read_layers
+from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies.standard import DPO, Standard
 from alphatoken.train.policies.validation_first import ValidationFirst
@@ -234,6 +235,7 @@ def unread_by_estimator(options: Mapping[str, Any]) -> dict[str, Any]:
     stands_for = STANDS_FOR.get(str(values["policy"]), {}).get("estimator")
     estimator = stands_for or values["estimator"]
     try:
+        ParameterChoice.read(values["parameters"])  # raises where it cannot be read
         layers = read_layers(str(values["layers"]))
         refusals = refused_by_estimator({**values, "estimator": estimator, "layers": layers})
         neutral = {name: _DEFAULTS[name] for name, _ in refusals}
