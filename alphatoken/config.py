@@ -1,32 +1,53 @@
-"""Options of the scorer, checked once, before any work."""
+"""Options of the values, checked once, before any work.
+
+``ScorerConfig`` states each option once: default, help, choices, range. Trainers and commands take
+theirs from it, under the same names. Nothing here imports torch before a configuration is made:
+the help of a command is there at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from torch import Tensor
+from alphatoken.errors import ConfigError, refuse_unknown
+from alphatoken.estimate.names import CAPTURED, ESTIMATORS, FORMS, SPLIT, WALK
+from alphatoken.model.layer_choice import DEFAULT_LAYERS, read_layers
+from alphatoken.support.options import check_options, option, same_option
 
-from alphatoken.errors import ConfigError, refuse_unknown, require_choice
-from alphatoken.estimate.differences import FORMS
-from alphatoken.estimate.estimators import CAPTURED, ESTIMATORS, SPLIT, WALK
-from alphatoken.model.layer_choice import DEFAULT_LAYERS
-from alphatoken.model.parameter_choice import ParameterChoice
+if TYPE_CHECKING:
+    from torch import Tensor
 
-__all__ = ["WALK_OPTIONS", "ScorerConfig"]
+    from alphatoken.model.parameter_choice import ParameterChoice
 
-WALK_OPTIONS = ("walk_steps", "walk_learning_rate", "walk_refresh")  # read by "walk" alone
+__all__ = ["READ_BY", "ScorerConfig", "ValueOptions", "refused_by_estimator"]
 
 _NAMED = ("frozen", "full", "kronecker")
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "estimator": (*ESTIMATORS, WALK),
-    "objective": ("both", "adaptation", "stability"),
-    "part": ("both", "direct", "causal"),
-    "uncovered": ("error", "skip"),
-    "derivative": ("auto", "forward_mode", *FORMS),
+_FIRST_ORDER = ESTIMATORS  # all but "walk"
+
+READ_BY: Mapping[str, tuple[str, ...]] = {
+    "part": SPLIT,
+    "derivative": ("label",),
+    "preconditioner": _FIRST_ORDER,
+    "standard_errors": _FIRST_ORDER,
+    "uncovered": _FIRST_ORDER,
+    "walk_steps": (WALK,),
+    "walk_learning_rate": (WALK,),
+    "walk_refresh": (WALK,),
 }
+"""Option -> the estimators that read it. The others take its default alone."""
+
+_NOT_READ_WHY = {
+    "part": "its value is one number, with the direct and the causal part inside",
+    "derivative": "the others contract errors of a backward with M",
+}
+_ALONG_A_WALK = (
+    "its values are losses now less losses after AdamW steps of all that trains on the validation "
+    "rows"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,23 +112,94 @@ class ScorerConfig:
         ConfigError: an unknown choice, or options that contradict each other.
     """
 
-    estimator: str = "alphatoken"
-    objective: str = "both"
-    part: str = "both"
-    layers: int | str | Sequence[int] = DEFAULT_LAYERS
-    window: int | None = 32
-    stability_weight: float = 1.5
-    preconditioner: str | Mapping[str, Tensor] | None = None
-    precondition_after: int = 30
-    damping: float = 0.1
-    parameters: str = "linears"
-    uncovered: str = "error"
-    max_relative_drift: float | None = 1.0
-    standard_errors: bool = False
-    derivative: str = "auto"
-    walk_steps: int = 24
-    walk_learning_rate: float | None = None
-    walk_refresh: int = 0
+    estimator: str = option(
+        "alphatoken",
+        "estimator of token values: 'alphatoken' (the paper), 'direct', 'path', 'label' (exact for "
+        "a loss mask), 'paper_literal', or 'walk' (the decrease of a token's loss along AdamW "
+        "steps on the validation rows)",
+        choices=(*ESTIMATORS, WALK),
+    )
+    objective: str = option(
+        "both",
+        "sides of the value: 'both', 'adaptation' or 'stability'",
+        choices=("both", "adaptation", "stability"),
+    )
+    part: str = option(
+        "both",
+        "paths of the value: 'both', 'direct' or 'causal'",
+        choices=("both", "direct", "causal"),
+    )
+    layers: int | str | Sequence[int] = option(
+        DEFAULT_LAYERS,
+        "scored layers: the last K, 'all', or indices such as 0,4",
+        within="1 to all layers",
+    )
+    window: int | None = option(
+        32, "window W of Value-Propagation in tokens, or none", at_least=0, optional=True
+    )
+    stability_weight: float = option(
+        1.5,
+        "lambda, the weight of stability in the total value; it has no natural unit: see the "
+        "balance",
+        above=-math.inf,
+        below=math.inf,
+    )
+    preconditioner: str | Mapping[str, Tensor] | None = option(
+        None,
+        "'frozen' or 'full': values of the optimizer's step instead of the gradient's",
+        within="null, 'frozen', 'full', 'kronecker', or a mapping",
+    )
+    precondition_after: int = option(
+        30,
+        "number of optimizer steps before which P = 1",
+        at_least=1,
+        why="before the first step the optimizer has no second moment",
+    )
+    damping: float = option(
+        0.1,
+        "what preconditioner='kronecker' adds to each eigenvalue of K, as a share of their mean",
+        at_least=0,
+        below=math.inf,
+    )
+    parameters: str = option(
+        "linears",
+        "parameters that values are over: 'linears' of the scored layers, 'linears,experts' with "
+        "the matrices of their mixtures of experts; with estimator 'label' also 'all' trainable "
+        "ones, or parts joined by commas, 'linears' and patterns of names such as "
+        "'linears,*norm*'",
+        within="'linears', 'linears,experts', 'all', or patterns",
+    )
+    uncovered: str = option(
+        "error", "'error', or 'skip' matrices that no estimator covers", choices=("error", "skip")
+    )
+    max_relative_drift: float | None = option(
+        1.0,
+        "drift above which a Fisher is taken for another model's; none checks nothing",
+        within="null, or above 0",
+    )
+    standard_errors: bool = option(False, "standard errors by the draw of the validation rows")
+    derivative: str = option(
+        "auto",
+        "how 'label' differentiates the token losses",
+        choices=("auto", "forward_mode", *FORMS),
+    )
+    walk_steps: int = option(
+        24,
+        "AdamW steps of a walk, each on the next validation batch (estimator 'walk')",
+        at_least=1,
+    )
+    walk_learning_rate: float | None = option(
+        None,
+        "constant learning rate of a walk; default: 5e-5, in a trainer the run's",
+        above=0,
+        below=math.inf,
+    )
+    walk_refresh: int = option(
+        0,
+        "optimizer steps after which a new walk starts from the current weights, on rows drawn "
+        "anew; 0 takes one walk at the start (direction_steps has no effect on walks)",
+        at_least=0,
+    )
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse options that there are not, by name."""
@@ -117,7 +209,7 @@ class ScorerConfig:
     @property
     def choice(self) -> ParameterChoice:
         """The parameters that values are over: of a walk all that train."""
-        return ParameterChoice.read("all" if self.estimator == WALK else self.parameters)
+        return _choice_of("all" if self.estimator == WALK else self.parameters)
 
     @property
     def adapts(self) -> bool:
@@ -146,89 +238,18 @@ class ScorerConfig:
 
     def __post_init__(self) -> None:
         """Check every option."""
-        for name, allowed in _CHOICES.items():
-            require_choice(name, getattr(self, name), allowed)
-        # A bool is an int: window=True would mean 1.
-        if self.window is not None and (isinstance(self.window, bool) or self.window < 0):
-            raise ConfigError("window must be None or at least 0", got=repr(self.window))
-        if not abs(self.stability_weight) < float("inf"):
-            raise ConfigError("stability_weight must be finite", got=repr(self.stability_weight))
+        check_options(self)
         if isinstance(self.preconditioner, str) and self.preconditioner not in _NAMED:
             raise ConfigError(
                 "preconditioner must be None, 'frozen', 'full', 'kronecker' or a mapping of "
                 "parameter name to tensor",
                 got=repr(self.preconditioner),
             )
-        if not 0 <= self.damping < float("inf"):
-            raise ConfigError("damping must be finite and at least 0", got=repr(self.damping))
-        if self.precondition_after < 1:
-            raise ConfigError(
-                "precondition_after must be at least 1",
-                got=repr(self.precondition_after),
-                why="before the first step the optimizer has no second moment",
-            )
-        if isinstance(self.walk_steps, bool) or self.walk_steps < 1:
-            raise ConfigError("walk_steps must be at least 1", got=repr(self.walk_steps))
-        if isinstance(self.walk_refresh, bool) or self.walk_refresh < 0:
-            raise ConfigError("walk_refresh must be at least 0", got=repr(self.walk_refresh))
-        if self.walk_learning_rate is not None and not 0 < self.walk_learning_rate < float("inf"):
-            raise ConfigError(
-                "walk_learning_rate must lie above 0", got=repr(self.walk_learning_rate)
-            )
-        self._check_walk()
+        for _, error in refused_by_estimator(vars(self)):
+            raise error
         self._check_combinations()
 
-    def _check_walk(self) -> None:
-        """Raise for options that a walk has no use for, and for a walk's that nothing reads."""
-        if self.estimator != WALK:
-            changed = [n for n in WALK_OPTIONS if getattr(self, n) != getattr(ScorerConfig, n)]
-            if changed:
-                raise ConfigError(
-                    f"{changed[0]} is an option of the estimator 'walk' alone",
-                    got=f"{changed[0]}={getattr(self, changed[0])!r}, estimator={self.estimator!r}",
-                    remedy="estimator='walk', or leave it out",
-                )
-            return
-        unread = {
-            "objective='stability'": self.objective == "stability",
-            f"preconditioner={self.preconditioner!r:.20}": self.preconditioner is not None,
-            "standard_errors=True": self.standard_errors,
-            f"parameters={self.parameters!r}": self.parameters not in ("linears", "all"),
-            f"layers={self.layers!r}": self.layers not in (DEFAULT_LAYERS, "all"),
-            "uncovered='skip'": self.uncovered == "skip",
-        }
-        for got, given_here in unread.items():
-            if given_here:
-                raise ConfigError(
-                    "an option has no meaning along a walk",
-                    got=f"{got}, estimator='walk'",
-                    why="its values are losses now less losses after AdamW steps of all that "
-                    "trains on the validation rows",
-                    remedy="leave it out, or estimator='label'",
-                )
-
     def _check_combinations(self) -> None:
-        if self.derivative != "auto" and self.estimator != "label":
-            raise ConfigError(
-                "derivative is an option of the estimator 'label' alone",
-                got=f"derivative={self.derivative!r}, estimator={self.estimator!r}",
-                why="the others contract errors of a backward with M",
-                remedy="estimator='label', or derivative='auto'",
-            )
-        if self.part != "both" and self.estimator not in SPLIT:
-            raise ConfigError(
-                "only one of the two parts can be had from an estimator that splits them",
-                got=f"part={self.part!r}, estimator={self.estimator!r}",
-                why="its value is one number, with the direct and the causal part inside",
-                remedy=f"estimator one of {', '.join(SPLIT)}, or part='both'",
-            )
-        if self.part == "causal" and self.estimator == "direct":
-            raise ConfigError(
-                "estimator='direct' has no causal part",
-                got="part='causal'",
-                why="every value would be zero",
-                remedy="estimator='alphatoken' or 'paper_literal'",
-            )
         if self.standard_errors and self.objective == "stability":
             raise ConfigError(
                 "standard_errors are those of the adaptation value",
@@ -236,8 +257,7 @@ class ScorerConfig:
                 why="no validation row takes part in the stability value",
                 remedy="objective='both' or 'adaptation'",
             )
-        choice = ParameterChoice.read(self.parameters)
-        if self.preconditioner == "kronecker" and not choice.only_linears:
+        if self.preconditioner == "kronecker" and not self.choice.only_linears:
             raise ConfigError(
                 "preconditioner='kronecker' is for the weights of linears alone",
                 got=f"parameters={self.parameters!r}",
@@ -245,10 +265,115 @@ class ScorerConfig:
                 "rounding, which would be divided by itself",
                 remedy="parameters='linears'",
             )
-        if not choice.captured and self.estimator not in ("label", WALK):
-            raise ConfigError(
-                f"value parameters {self.parameters!r} are for the estimator 'label' alone",
-                got=f"estimator {self.estimator!r}",
+
+
+@dataclass(kw_only=True)
+class ValueOptions:
+    """Options for valuing tokens."""
+
+    estimator: str = same_option(ScorerConfig, "estimator")
+    layers: str = same_option(ScorerConfig, "layers", default=str(DEFAULT_LAYERS))
+    parameters: str = same_option(ScorerConfig, "parameters")
+    window: int | None = same_option(ScorerConfig, "window")
+    stability_weight: float = same_option(ScorerConfig, "stability_weight")
+    walk_steps: int = same_option(ScorerConfig, "walk_steps")
+    walk_learning_rate: float | None = same_option(ScorerConfig, "walk_learning_rate")
+
+    def scorer_config(self) -> ScorerConfig:
+        """The configuration that these options, and those of a subclass, stand for.
+
+        Raises:
+            ConfigError: options without a meaning.
+        """
+        shared = {one.name for one in fields(self)} & {one.name for one in fields(ScorerConfig)}
+        settings = {name: getattr(self, name) for name in shared}
+        return ScorerConfig(**settings | {"layers": read_layers(self.layers)})
+
+
+# --- what an estimator does not read --------------------------------------------------------------
+
+
+def refused_by_estimator(options: Mapping[str, Any]) -> Iterator[tuple[str, ConfigError]]:
+    """Options that the estimator does not read or cannot follow: name, and the error of each.
+
+    Args:
+        options: by name, as ``ScorerConfig`` has them; those that are missing have their defaults.
+
+    Raises:
+        ConfigError: the choice of parameters cannot be read.
+    """
+    values: dict[str, Any] = {one.name: one.default for one in fields(ScorerConfig)}
+    values |= options
+    estimator = values["estimator"]
+    for name, readers in READ_BY.items():
+        if estimator not in readers and not _is_default(name, values[name]):
+            yield name, _not_read(name, readers, values)
+    if values["part"] == "causal" and estimator == "direct":
+        yield (
+            "part",
+            ConfigError(
+                "estimator='direct' has no causal part",
+                got="part='causal'",
+                why="every value would be zero",
+                remedy="estimator='alphatoken' or 'paper_literal'",
+            ),
+        )
+    if estimator == WALK:
+        yield from _refused_by_walk(values)
+    elif not _choice_of(values["parameters"]).captured and estimator != "label":
+        yield (
+            "parameters",
+            ConfigError(
+                f"parameters {values['parameters']!r} are for the estimator 'label' alone",
+                got=f"estimator {estimator!r}",
                 why="embeddings, norms and the head are not linears whose errors are captured",
                 remedy="--estimator label (in Python estimator='label'), or 'linears'",
-            )
+            ),
+        )
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = getattr(ScorerConfig, name)
+    return value is default or (not isinstance(value, Mapping) and bool(value == default))
+
+
+def _not_read(name: str, readers: Sequence[str], values: Mapping[str, Any]) -> ConfigError:
+    """The error of an option that the estimator does not read."""
+    got = f"{name}={values[name]!r:.40}, estimator={values['estimator']!r}"
+    if readers == _FIRST_ORDER:
+        return _no_meaning_along_a_walk(got)
+    return ConfigError(
+        f"{name} is an option of the estimator{'s' * (len(readers) > 1)} "
+        f"{', '.join(map(repr, readers))} alone",
+        got=got,
+        why=_NOT_READ_WHY.get(name, ""),
+        remedy=f"estimator={readers[0]!r}, or {name}={getattr(ScorerConfig, name)!r}",
+    )
+
+
+def _refused_by_walk(values: Mapping[str, Any]) -> Iterator[tuple[str, ConfigError]]:
+    """Options of which a walk follows some values alone: it moves all that trains."""
+    layers = values["layers"]
+    meaningless = {
+        "objective": values["objective"] == "stability",
+        "parameters": values["parameters"] not in ("linears", "all"),
+        "layers": layers not in (DEFAULT_LAYERS, "all"),
+    }
+    for name, here in meaningless.items():
+        if here:
+            yield name, _no_meaning_along_a_walk(f"{name}={values[name]!r}, estimator='walk'")
+
+
+def _no_meaning_along_a_walk(got: str) -> ConfigError:
+    return ConfigError(
+        "an option has no meaning along a walk",
+        got=got,
+        why=_ALONG_A_WALK,
+        remedy="leave it out, or estimator='label'",
+    )
+
+
+def _choice_of(parameters: str) -> ParameterChoice:
+    from alphatoken.model.parameter_choice import ParameterChoice  # torch
+
+    return ParameterChoice.read(parameters)

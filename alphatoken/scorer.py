@@ -30,7 +30,7 @@ from alphatoken.errors import (
     ModelError,
     UnsupportedError,
 )
-from alphatoken.estimate.estimators import SPLIT, WALK
+from alphatoken.estimate.names import SPLIT, WALK
 from alphatoken.estimate.proofs import CoverageReport
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, read_batch
 from alphatoken.model.capture import record

@@ -24,8 +24,7 @@ from torch import Tensor
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.demo import models
 from alphatoken.diagnose.cost import flops
-from alphatoken.estimate.differences import FORMS
-from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.estimate.names import ESTIMATORS, FORMS
 from benchmarks.cases import scoring_floor
 from benchmarks.floors import Shape
 from benchmarks.measure import Run, compared, in_turn

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.estimate.differences import FORMS
-from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.estimate.names import ESTIMATORS, FORMS
 from benchmarks.measure import Run
 from benchmarks.peak import LAYERS, fresh_mib, observed_step, plain_step, print_peak
 from benchmarks.real import MODELS, QUICK, SIZES, Real

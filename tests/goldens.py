@@ -243,7 +243,7 @@ def trainer_kind(family: str) -> Any:
 
 
 TRAINER_OPTIONS: dict[str, Any] = {
-    "score_layers": "2",
+    "layers": "2",
     "validation_batch_size": 4,
     "fisher_samples": 4,
     "fisher_max_new_tokens": 6,
@@ -866,10 +866,10 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "alphatoken": {},
         "path": {"estimator": "path"},
         "label": {"estimator": "label"},
-        "label, all parameters": {"estimator": "label", "value_parameters": "all"},
-        "walk": {"estimator": "walk", "walk_steps": 3, "score_layers": "3"},
+        "label, all parameters": {"estimator": "label", "parameters": "all"},
+        "walk": {"estimator": "walk", "walk_steps": 3, "layers": "3"},
         "walk, refreshed": {
-            "estimator": "walk", "walk_steps": 2, "walk_refresh": 2, "score_layers": "3",
+            "estimator": "walk", "walk_steps": 2, "walk_refresh": 2, "layers": "3",
         },
         "diagonal": {"retention": "diagonal", **RETAINED},
         "kronecker": {"retention": "kronecker", **RETAINED},
@@ -886,10 +886,10 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "full": {"preconditioner": "full", "precondition_after": 1},
         "packed": {"packing": True, "max_length": 64},
         "lora": {"peft_config": lora, "learning_rate": 5e-2},
-        "lora, label": {"peft_config": lora, "estimator": "label", "value_parameters": "all"},
+        "lora, label": {"peft_config": lora, "estimator": "label", "parameters": "all"},
         "mixtral": {"model": mixtral, "uncovered": "skip"},
         "mixtral, experts": {
-            "model": mixtral, "value_parameters": "linears,experts", "uncovered": "skip",
+            "model": mixtral, "parameters": "linears,experts", "uncovered": "skip",
         },
         "dropout": {"model": partial(llama, attention_dropout=0.1), "estimator": "path"},
         "dropout, own forward": {
@@ -905,7 +905,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "alphatoken": {},
         "path": {"estimator": "path"},
         "label": {"estimator": "label"},
-        "walk": {"estimator": "walk", "walk_steps": 2, "score_layers": "3"},
+        "walk": {"estimator": "walk", "walk_steps": 2, "layers": "3"},
         "diagonal": {"retention": "diagonal", **RETAINED},
         "shared threshold": {"shared_threshold": True},
         "masked logit": {"masked_logit": True},
@@ -921,7 +921,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {
         "alphatoken": {},
         "label": {"estimator": "label"},
-        "walk": {"estimator": "walk", "walk_steps": 2, "score_layers": "3"},
+        "walk": {"estimator": "walk", "walk_steps": 2, "layers": "3"},
         "diagonal": {"retention": "diagonal", **RETAINED},
         "mixtral": {"model": mixtral, "uncovered": "skip"},
         "policy dft": {"policy": "dft"},
@@ -941,7 +941,7 @@ def resumed(folder: Path) -> Numbers:
     for family, options in {
         "sft": {"validation_mode": "pool", "retention": "diagonal", **RETAINED},
         "dpo": {"estimator": "label"},
-        "plain": {"estimator": "walk", "walk_steps": 2, "score_layers": "3"},
+        "plain": {"estimator": "walk", "walk_steps": 2, "layers": "3"},
     }.items():
         more = {**options, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
         new_trainer(family, folder / family, **more).train()
@@ -975,7 +975,7 @@ def of_diagnostic(name: str, folder: Path) -> Numbers:
         "train_file": places["train"], "validation_file": places["validation"],
         "retention_set": [f"held={places['retention']}"], "output_dir": folder / "out",
         "per_device_train_batch_size": 4, "tokens": 80, "oracle_tokens": 6, "fisher_samples": 6,
-        "tuning_steps": 3, "fisher_prompts": 4, "score_layers": 2, "budget": "none",
+        "tuning_steps": 3, "fisher_prompts": 4, "layers": 2, "budget": "none",
     }  # fmt: skip
     run_command("diagnose", options, name, "--quiet")
     document = json.loads((folder / "out" / name / "diagnosis.json").read_text())
@@ -1004,7 +1004,7 @@ def of_score(folder: Path) -> Numbers:
         "fisher",
         {
             "model_name_or_path": places["model"], "train_file": prompts, "output_file": fisher,
-            "samples": 4, "max_new_tokens": 6, "score_layers": 2,
+            "samples": 4, "max_new_tokens": 6, "layers": 2,
         },
         "--quiet",
     )  # fmt: skip
@@ -1019,7 +1019,7 @@ def of_score(folder: Path) -> Numbers:
         "dataset": {"validation_file": places["validation"], "keep_scope": "dataset"},
     }
     for name, options in jobs.items():
-        layers = {} if options.get("estimator") == "walk" else {"score_layers": 2}
+        layers = {} if options.get("estimator") == "walk" else {"layers": 2}
         out = folder / name
         flags = ("--quiet", *(["--write_dataset"] if name == "dataset" else []))
         run_command("score", {**base, **layers, **options, "output_dir": out}, *flags)

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 
 from alphatoken.cli.options import default_of
 from alphatoken.config import ScorerConfig
-from alphatoken.train.fields import AlphaFields, within_of
+from alphatoken.support.options import limits_of
+from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies import find_policy, policy_names
 from alphatoken_lab.methods.preference import PreferencePolicy
-
-OF_SCORER = {"layers": "score_layers", "parameters": "value_parameters"}
-"""Fields of ``ScorerConfig`` that trainers call otherwise."""
 
 ALONE = ("standard_errors", "derivative", "damping")
 """Fields of ``ScorerConfig`` that trainers leave at their defaults."""
@@ -38,10 +36,10 @@ recipes `paper-sft` and `paper-dpo` set all as the paper has them; [a table](pap
 _SCORER = """
 ## Of the scorer
 
-`ScorerConfig` has these of the options, some by another name, and a few that trainers leave at their defaults
-([rows 5, 6 and 27 of the gaps](paper-gaps.md)). The defaults are the same, but `layers` is a number there.
+`ScorerConfig` has these of the options under the same names, with the same defaults (`layers` is a number there), and a few that trainers
+leave at their defaults ([rows 5, 6 and 27 of the gaps](paper-gaps.md)).
 
-| field of `ScorerConfig` | default | option of the trainers |
+| field of `ScorerConfig` | default | an option of the trainers |
 |---|---|---|
 """
 
@@ -113,8 +111,20 @@ def every_method() -> Iterator[tuple[str, type[Any]]]:
 
 
 def _line(one: Field[Any]) -> str:
-    cells = (one.metadata["help"], within_of(one))
+    cells = (one.metadata["help"], _within(one))
     return f"| `{one.name}` | `{default_of(one)!r}` | {' | '.join(map(_escaped, cells))} |\n"
+
+
+def _within(one: Field[Any]) -> str:
+    """Values that an option may have, in words."""
+    limits = limits_of(one)
+    if isinstance(one.default, bool):
+        return "true or false"
+    if limits.within:
+        return limits.within
+    if limits.choices:
+        return " or ".join("null" if name is None else f"'{name}'" for name in limits.choices)
+    return limits.range_in_words().replace("None", "null")
 
 
 def _escaped(text: str) -> str:
@@ -124,10 +134,8 @@ def _escaped(text: str) -> str:
 def _of_scorer() -> Iterator[str]:
     known = {one.name for one in fields(AlphaFields)}
     for one in fields(ScorerConfig):
-        name = OF_SCORER.get(one.name, one.name)
-        assert (name in known) != (one.name in ALONE), one.name
-        said = "none" if one.name in ALONE else f"`{name}`"
-        yield f"| `{one.name}` | `{one.default!r}` | {said} |\n"
+        assert (one.name in known) != (one.name in ALONE), one.name
+        yield f"| `{one.name}` | `{one.default!r}` | {'no' if one.name in ALONE else 'yes'} |\n"
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ _EXAMPLES = """\
 examples
   value the tokens of a file exactly, with a report to look at:
     alphatoken score --model_name_or_path MODEL --train_file rows.jsonl --validation_rows 64 \\
-        --estimator label --value_parameters all --output_dir values
+        --estimator label --parameters all --output_dir values
   train on rows with wrong words, by values against a few clean rows (docs/should-i.md):
     alphatoken sft --config laptop-sft --config recommended --model_name_or_path MODEL \\
         --train_file rows.jsonl --validation_file clean.jsonl

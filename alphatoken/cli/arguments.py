@@ -20,6 +20,7 @@ from trl.trainer.model_config import ModelConfig
 from alphatoken.cli.recipes import Recipe, close_to, packaged_file, recipes_of
 from alphatoken.cli.training_options import SOURCES, RowArguments, RunArguments
 from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.train.options import RENAMED
 from alphatoken.train.policies import STANDS_FOR, unread_by_estimator, unread_options
 
 __all__ = ["Arguments", "DataArguments", "RunArguments", "read_arguments"]
@@ -185,6 +186,7 @@ def _set_defaults(parser: _Parser, recipe: Recipe, command: str) -> None:
 def _unknown(word: str, parser: _Parser, place: str) -> ConfigError:
     name = word.split("=")[0].lstrip("-").replace("-", "_")
     known = [action.dest for action in parser._actions]
+    today = RENAMED.get(name)
     what = (
         "there is no such option"
         if word.startswith("-") or place != "the command line"
@@ -193,7 +195,9 @@ def _unknown(word: str, parser: _Parser, place: str) -> ConfigError:
     return ConfigError(
         what,
         got=f"{word} in {place}",
-        remedy=close_to(name, known) or f"{parser.prog} --help lists them",
+        remedy=f"{today}, as it is called today"
+        if today in known
+        else close_to(name, known) or f"{parser.prog} --help lists them",
     )
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
-from alphatoken.cli.options import CommandParser, add_option, add_options, kinds_of, option
+from alphatoken.cli.options import CommandParser, add_option, add_options, kinds_of
+from alphatoken.config import ValueOptions
 from alphatoken.corpus.options import (
     BudgetOptions,
     EarlierOptions,
@@ -22,10 +23,10 @@ from alphatoken.corpus.options import (
     ModelOptions,
     ReadingOptions,
     RunningOptions,
-    ValuationOptions,
 )
 from alphatoken.diagnose.registry import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.support.options import option
 
 __all__ = [
     "ALL",
@@ -80,7 +81,7 @@ class _Subject:
     train_file: str = option(help="rows whose tokens are valued")
     validation_file: str | None = option(None, "rows that define the objective")
     validation_rows: int | None = option(
-        None, "number of validation rows to draw (default: at most 32)", least=1
+        None, "number of validation rows to draw (default: at most 32)", at_least=1
     )
     retention_set: list[str] = option(
         [],
@@ -95,7 +96,7 @@ class _Subject:
         "rows drawn from the training file for fitting a Fisher, then neither valued nor tuned on "
         f"(default: a fifth of them, at most {PROMPTS}, none of fewer than 40; 0: the training "
         "rows themselves)",
-        least=0,
+        at_least=0,
     )
     output_dir: str = option(help="folder for the results")
 
@@ -103,7 +104,7 @@ class _Subject:
 def _size(text: str, name: str) -> Any:
     """An option for a size: given, it is fixed; else the budget may read less than the default."""
     most = SIZES[name]
-    return option(None, f"{text} (default {most}, fewer where the budget stops before)", least=1)
+    return option(None, f"{text} (default {most}, fewer where the budget stops before)", at_least=1)
 
 
 @dataclass(kw_only=True)
@@ -125,9 +126,9 @@ class _Work:
     tuning_rate: float | None = option(
         None, "learning rate of these steps (AdamW; default: 0.064 / model width)"
     )
-    train_rows: int = option(500, "maximum number of training rows to draw", least=1)
+    train_rows: int = option(500, "maximum number of training rows to draw", at_least=1)
     retention_rows: int = option(
-        32, "maximum number of rows to draw from each retention set", least=1
+        32, "maximum number of rows to draw from each retention set", at_least=1
     )
 
 
@@ -135,7 +136,7 @@ class _Work:
 class DiagnoseOptions(
     ModelOptions,
     _Subject,
-    ValuationOptions,
+    ValueOptions,
     BudgetOptions,
     _Work,
     ReadingOptions,

@@ -104,8 +104,8 @@ def check_files(options: DiagnoseOptions) -> None:
             remedy="--validation_file FILE, or --validation_rows N to draw them from the training "
             "rows",
         )
-    keep_count(options.ratio, 1, name="--keep_ratio")  # its own error
-    _ = options.config  # its own error
+    keep_count(options.keep_ratio, 1, name="--keep_ratio")  # its own error
+    _ = options.scorer_config()  # its own error
     beside_models(options.beside)
     named = [("training", options.train_file), ("validation", options.validation_file)]
     sets = retention_files(options.retention_set)
@@ -122,7 +122,7 @@ def prepare(options: DiagnoseOptions) -> Prepared:
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
-    config = options.config
+    config = options.scorer_config()
     tokenizer = options.tokenizer()
     fisher = None if options.fisher_file is None else FisherDrift.load(options.fisher_file)
     pools, retention, notes = _read(options, fisher)
@@ -180,11 +180,11 @@ def _read(
     """Pools that share nothing; retention rows by set; sentences on what was drawn and removed."""
     notes: list[str] = []
     drawn = partial(_drawn, seed=options.seed, notes=notes)
-    data = options.rows(options.train_file, limit=options.limit)
+    data = options.read_rows(options.train_file, limit=options.train_limit)
     validation = None
     if options.validation_file is not None:
         # By the named columns where a row has them, else by those that are known.
-        validation = options.rows(options.validation_file, optional=True)
+        validation = options.read_rows(options.validation_file, optional=True)
         most = options.validation_rows or VALIDATION_ROWS
         validation = drawn(validation, most, "validation rows", "--validation_rows")
     retention = {

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from alphatoken.cli.options import option, read_options
+from alphatoken.cli.options import read_options
+from alphatoken.config import ValueOptions
 from alphatoken.corpus.options import (
-    LAYERS,
-    PARAMETERS,
     ModelOptions,
     ReadingOptions,
     RunningOptions,
 )
+from alphatoken.support.options import option, same_option
 
 __all__ = ["FisherOptions", "read"]
 
@@ -28,16 +28,16 @@ usage: alphatoken fisher --model_name_or_path PATH --train_file FILE --output_fi
 class _Fit:
     """Options for the fit itself."""
 
-    data: str = option(help="file with held-out prompts", flag="train_file")
+    train_file: str = option(help="file with held-out prompts")
     output_file: str = option(help="safetensors file to write")
-    samples: int = option(1000, "number of sequences that the model samples", least=1)
-    layers: str = option("3", LAYERS, flag="score_layers")
-    parameters: str = option("linears", PARAMETERS, flag="value_parameters")
+    samples: int = option(1000, "number of sequences that the model samples", at_least=1)
+    layers: str = same_option(ValueOptions, "layers")
+    parameters: str = same_option(ValueOptions, "parameters")
     structure: Literal["diagonal", "kronecker"] = option("diagonal", "structure of the Fisher")
     labels: Literal["sequence", "token"] = option(
         "sequence", "sample whole responses (the paper), or labels on the given responses"
     )
-    max_new_tokens: int = option(256, "maximum number of tokens of a sampled response", least=1)
+    max_new_tokens: int = option(256, "maximum number of tokens of a sampled response", at_least=1)
     overwrite_output: bool = option(False, "replace an existing file")
     checkpoint: str | None = option(None, "file for the state, from which the same command resumes")
 

@@ -34,14 +34,14 @@ def run(options: FisherOptions) -> None:
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
-    layers = read_layers(options.layers, "--score_layers")
-    inputs = (options.data, options.checkpoint)
+    layers = read_layers(options.layers)
+    inputs = (options.train_file, options.checkpoint)
     check_output_file(options.output_file, inputs, replace=options.overwrite_output)
     if options.checkpoint is not None:
         require_writable(Path(options.checkpoint).parent, "--checkpoint")
     tokenizer, how = options.tokenizer(), options.within(options.how, options.layers)
     prompt_only = options.labels == "sequence"  # the model writes the responses
-    rows = options.rows(options.data, limit=options.limit, prompt_only=prompt_only)
+    rows = options.read_rows(options.train_file, limit=options.train_limit, prompt_only=prompt_only)
     random.Random(options.seed).shuffle(rows)  # fewer samples than rows: any of them, not the first
     given = _sequences if options.labels == "token" else _prompts
     prompts, used, notes = given(rows, tokenizer, how)
@@ -58,7 +58,7 @@ def run(options: FisherOptions) -> None:
         labels=options.labels,
         max_new_tokens=options.max_new_tokens,
         seed=options.seed,
-        batch_size=options.batch_size,
+        batch_size=options.per_device_train_batch_size,
         checkpoint=options.checkpoint,
         progress=not options.quiet,
     )

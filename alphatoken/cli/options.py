@@ -3,10 +3,10 @@
 A field's type says how its value is written: a number or a text; ``tuple[...]``: several with
 commas between them; ``list[...]``: several words; ``Literal[...]``: one of these; ``... | None``:
 "none" too; ``bool``: a flag without a value, which ``--no_NAME`` takes back where it is the
-default. The ``metadata`` hold ``help``, as transformers' ``HfArgumentParser`` has it, and:
-``metavar`` that stands for a value in the help (the last word of the name, if left out); ``least``
-number; ``flag``, by which it is given, if not by the field's name; ``append``, where the flag may
-be repeated; ``either``, a name that options share of which one at most may be given, and with
+default. Choices and range are those of the field (``alphatoken.support.options``). The ``metadata``
+hold ``help``, as transformers' ``HfArgumentParser`` has it, and: ``metavar`` that stands for a
+value in the help (the last word of the name, if left out); ``append``, where the flag may be
+repeated; ``either``, a name that options share of which one at most may be given, and with
 ``required`` in the first of them one must be.
 
 The bases of a dataclass are the groups of its help, in their order. Nothing here imports torch or
@@ -24,16 +24,14 @@ from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Any, Literal, NoReturn, TypeVar
 
 from alphatoken.errors import ConfigError
-from alphatoken.support.options import option
+from alphatoken.support.options import Limits, limits_of
 
 __all__ = [
     "CommandParser",
     "Kind",
     "add_option",
     "add_options",
-    "flag_of",
     "kinds_of",
-    "option",
     "read_options",
     "spelled",
 ]
@@ -75,14 +73,14 @@ class Kind:
             return cls(type(inside[0]), choices=inside)
         return cls(hint if isinstance(hint, type) else str)  # a mapping: JSON text
 
-    def read(self, text: str, least: int | None = None) -> Any:
+    def read(self, text: str, limits: Limits | None = None) -> Any:
         """The value that ``text`` writes; of a list, one of its words.
 
         >>> Kind.of(tuple[float, ...]).read("0.1,1e-3")
         (0.1, 0.001)
 
         Raises:
-            argparse.ArgumentTypeError: it writes none of this kind, or less than ``least``.
+            argparse.ArgumentTypeError: it writes none of this kind, or a number out of range.
         """
         if text.lower() == "none" and (self.optional or self.several) and not self.listed:
             return None if self.optional else ()
@@ -95,14 +93,9 @@ class Kind:
             several = "; several with commas between them" if self.several else ""
             words = _WORDS[self.base] + several + (", or none" if self.optional else "")
             raise argparse.ArgumentTypeError(f"{text!r} is not {words}") from None
-        if least is not None and any(value < least for value in values):
-            raise argparse.ArgumentTypeError(f"must be at least {least}: {text}")
+        if limits is not None and not all(map(limits.holds, values)):
+            raise argparse.ArgumentTypeError(f"must be {limits.range_in_words()}: {text}")
         return values if self.several else values[0]
-
-
-def flag_of(one: Field[Any]) -> str:
-    """Name of the flag of a field: its own, or the one that all commands have for it."""
-    return str(one.metadata.get("flag", one.name))
 
 
 def kinds_of(options: type) -> dict[str, Kind]:
@@ -119,6 +112,10 @@ def default_of(one: Field[Any]) -> Any:
 def shown(value: Any) -> str:
     """A default as it would be written."""
     return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+
+
+def _written(choice: str | None) -> str:
+    return "none" if choice is None else choice
 
 
 # --- argparse -------------------------------------------------------------------------------------
@@ -156,7 +153,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             if shared and shared not in pairs:
                 required = one.metadata.get("required", False)
                 pairs[shared] = group.add_mutually_exclusive_group(required=required)
-            add_option(pairs.get(shared, group), one, kinds[one.name], f"--{flag_of(one)}")
+            add_option(pairs.get(shared, group), one, kinds[one.name], f"--{one.name}")
 
 
 def add_option(
@@ -185,10 +182,10 @@ def add_option(
         more |= {"default": None, "required": True}
     elif default not in (None, "", "\n", []) and "default" not in text.lower():
         more["help"] = f"{text} (default {shown(default)})"
-    least = one.metadata.get("least")
-    more["type"] = lambda word: kind.read(word, least)
-    if kind.choices:
-        more["choices"] = kind.choices
+    limits = limits_of(one)
+    more["type"] = lambda word: kind.read(word, limits if limits.ranged else None)
+    if choices := kind.choices or limits.choices:
+        more |= {"choices": choices, "metavar": f"{{{','.join(map(_written, choices))}}}"}
     else:
         more["metavar"] = one.metadata.get("metavar", one.name.rpartition("_")[2].upper())
     if one.metadata.get("append"):

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from alphatoken.cli.options import option
 from alphatoken.corpus.options import BadRowOptions, ColumnOptions, LeftOutOptions
+from alphatoken.support.options import option
 
 __all__ = ["SOURCES", "RowArguments", "RunArguments"]
 

@@ -51,7 +51,7 @@ class BlockValuer:
         examples = (row.example for row in rows if row.example is not None)
 
         def valued() -> Iterator[ScoredExample]:
-            while batch := list(islice(examples, self._job.options.batch_size)):
+            while batch := list(islice(examples, self._job.options.per_device_train_batch_size)):
                 yield from self._scored(batch)
                 report(batch[-1].row.index + 1 - block.start)
 
@@ -59,7 +59,7 @@ class BlockValuer:
 
     def _by_query(self, values: TokenValues) -> dict[str, Tensor]:
         """Values (b, t) against each query; none where there are no queries."""
-        count = len(self._job.options.queries)
+        count = len(self._job.options.query)
         if not count:
             return {}
         if count == 1:
@@ -77,9 +77,9 @@ class BlockValuer:
                 got=str(error)[:200],
                 remedy="a smaller --per_device_train_batch_size or --max_length",
             ) from None
-        scope = "batch" if options.scope == "dataset" else options.scope
+        scope = "batch" if options.keep_scope == "dataset" else options.keep_scope
         with float16_named(self._job.model):
-            kept = select_top(values.total, values.mask, options.ratio, scope=scope)
+            kept = select_top(values.total, values.mask, options.keep_ratio, scope=scope)
         columns = {c.key: getattr(values, c.key) for c in COMPONENTS} | self._by_query(values)
         for index, example in enumerate(examples):
             length = len(example.input_ids)

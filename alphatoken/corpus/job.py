@@ -95,9 +95,9 @@ class Job:
         Of several queries each is a batch of its own, and values have a part of each.
         """
         options = self.options
-        size = 1 if options.queries else options.batch_size
+        size = 1 if options.query else options.per_device_train_batch_size
         held = [on_device(b, self.model) for b in batches(self.validation, size)]
-        config = replace(options.config, standard_errors=len(options.queries) > 1)
+        config = replace(options.scorer_config(), standard_errors=len(options.query) > 1)
         scorer = Scorer(
             self.model,
             held or None,
@@ -113,7 +113,7 @@ class Job:
         """Settings of the values, by the name of their flags; a resumed run must have the same."""
         options, how = self.options, asdict(self.corpus.how)
         drawn, fisher = options.validation_rows, options.fisher_file
-        valued = asdict(options.config)
+        valued = asdict(options.scorer_config())
         del valued["preconditioner"], valued["damping"]  # of no consequence for the values
         layers = valued.pop("layers")
         del how["on_empty"], how["on_bad_rows"]  # no finished value depends on them
@@ -123,16 +123,16 @@ class Job:
             "train_file": options.train_file,
             "validation_file": options.validation_file
             or (f"{drawn} rows of the training file" if drawn else None),
-            "query": options.queries or None,
+            "query": options.query or None,
             "reference": options.reference,
             "reference_sha256": None if self.second is None else weights_digest(self.second),
             "fisher_file": fisher or "none",
-            "score_layers": layers if isinstance(layers, (int, str)) else list(layers),
-            "value_parameters": valued.pop("parameters"),
+            "layers": layers if isinstance(layers, (int, str)) else list(layers),
+            "parameters": valued.pop("parameters"),
             **valued,
-            "keep_ratio": options.ratio,
-            "keep_scope": options.scope,
-            "per_device_train_batch_size": options.batch_size,
+            "keep_ratio": options.keep_ratio,
+            "keep_scope": options.keep_scope,
+            "per_device_train_batch_size": options.per_device_train_batch_size,
             "shard_size": self.block,
             "max_length": how.pop("max_length"),
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
@@ -160,10 +160,10 @@ def prepare_job(options: ScoreOptions) -> Job:
             why="it is steps on the validation rows, and the Fisher would take no part",
             remedy="leave --fisher_file out, or --estimator label",
         )
-    if options.estimator == "walk" and len(options.queries) > 1:
+    if options.estimator == "walk" and len(options.query) > 1:
         raise ConfigError(
             "a walk leads to one query",
-            got=f"{len(options.queries)} of --query, --estimator walk",
+            got=f"{len(options.query)} of --query, --estimator walk",
             why="its steps are on all of them together, and its values have no part of each",
             remedy="one --query, or --estimator label",
         )
@@ -171,10 +171,10 @@ def prepare_job(options: ScoreOptions) -> Job:
     reading = Tracker("Reading rows", corpus.source.rows, not options.quiet)
     survey = corpus.survey(reading.report)
     survey.counts["validation"] = len(held)
-    if options.write_rows in ("mean", "sum"):
+    if options.rows in ("mean", "sum"):
         require_json(corpus.source)
     job = _job(options, corpus, held, fisher, survey)
-    for query in job.validation if options.queries and not options.quiet else ():
+    for query in job.validation if options.query and not options.quiet else ():
         print(read_as(query), file=sys.stderr)
     return job
 
@@ -185,15 +185,15 @@ def prepare_rows(options: ScoreOptions) -> tuple[Corpus, list[Row], FisherDrift 
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
-    corpus, fisher = _corpus(options, find_source(options.train_file).limited(options.limit))
+    corpus, fisher = _corpus(options, find_source(options.train_file).limited(options.train_limit))
     if options.reference is not None:
         _check_reference(options)
     held, drawn = _given_rows(options), frozenset[int]()
-    if not (options.reference or options.queries or options.validation_file):
+    if not (options.reference or options.query or options.validation_file):
         held = draw_rows(corpus, options.validation_rows or 0, options.seed)
         drawn = frozenset(row.index for row in held)
     # Of a query the rows that say the same are the answer that is looked for.
-    keys = frozenset(key for row in held if not options.queries for key in leak_keys(row))
+    keys = frozenset(key for row in held if not options.query for key in leak_keys(row))
     return replace(corpus, drawn=drawn, validation=keys), held, fisher
 
 
@@ -218,8 +218,8 @@ def _given_rows(options: ScoreOptions) -> list[Row]:
     None where they are drawn from the training rows, or a second model stands in their place.
     """
     if options.validation_file is not None:
-        return options.rows(options.validation_file, optional=True)
-    return query_rows(options.queries, options.fields)
+        return options.read_rows(options.validation_file, optional=True)
+    return query_rows(options.query, options.fields)
 
 
 def _job(
@@ -229,7 +229,7 @@ def _job(
     fisher: FisherDrift | None,
     survey: CorpusSurvey | None = None,
 ) -> Job:
-    if options.queries:
+    if options.query:
         validation, encoded = encode_queries(held, corpus.tokenizer, corpus.how)
     else:
         encode = encode_rows if options.reference else partial(encode_some, what="validation")

@@ -25,7 +25,7 @@ def write_notes(
     job: Job, survey: CorpusSurvey, summary: ValueSummary, warned: Sequence[str]
 ) -> list[str]:
     """Sentences for the report, the summary and the console; what is trivially so is left out."""
-    estimator, queries = job.options.estimator, len(job.options.queries)
+    estimator, queries = job.options.estimator, len(job.options.query)
     notes = [_APPROXIMATE] if estimator == "alphatoken" else []
     notes += derivative_notes(summary.derivatives)
     if estimator != "walk" and (job.fisher is not None or not queries):

@@ -10,18 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from alphatoken.config import ValueOptions
 from alphatoken.support.options import option
 
 if TYPE_CHECKING:
     from torch import nn
 
     import alphatoken.data.rows
-    from alphatoken.config import ScorerConfig
     from alphatoken.data import EncodeOptions, Fields
 
 __all__ = [
-    "LAYERS",
-    "PARAMETERS",
     "BadRowOptions",
     "BudgetOptions",
     "ColumnOptions",
@@ -33,7 +31,6 @@ __all__ = [
     "ResultOptions",
     "RunningOptions",
     "ScoreOptions",
-    "ValuationOptions",
 ]
 
 
@@ -91,7 +88,7 @@ class ModelOptions:
         from alphatoken.model.layer_choice import layers_within, read_layers
         from alphatoken.train.loading import find_limits, find_parts
 
-        chosen = read_layers(layers, "--score_layers")
+        chosen = read_layers(layers)
         parts = find_parts(self.model_name_or_path, self.adapter)
         limits = find_limits(parts, trust_remote_code=self.trust_remote_code)
         length = limits.length(how.max_length)
@@ -106,19 +103,18 @@ class ResultOptions:
 
     report: bool = option(True, "write an HTML report")
     shard_size: int | None = option(
-        None, "rows in each value file (default: 64 or more, for about 1,000 files)", least=1
+        None, "rows in each value file (default: 64 or more, for about 1,000 files)", at_least=1
     )
-    write_rows: Literal["tokens", "mean", "sum"] | None = option(
+    rows: Literal["tokens", "mean", "sum"] | None = option(
         None,
         "write rows.jsonl to train on: 'tokens' all rows with labels and loss_weights of the kept "
         "tokens; 'mean' or 'sum' the best rows by their tokens' values, as they are, up to "
         "--keep_ratio of the response tokens",
-        flag="rows",
     )
     verify: int | None = option(
         None,
         "number of tokens to certify by the slow oracle; exit status 2 if a number is off",
-        least=1,
+        at_least=1,
         metavar="TOKENS",
     )
 
@@ -130,67 +126,17 @@ class EngineOptions:
     engine: Literal["local", "ray"] = option(
         "local", "run in this process or those of torchrun, or in Ray's actors"
     )
-    workers: int | None = option(None, "number of actors (--engine ray; default: one)", least=1)
+    workers: int | None = option(None, "number of actors (--engine ray; default: one)", at_least=1)
     gpus_per_worker: float = option(
         0.0, "number of GPUs of each actor; 0 runs it on one CPU", metavar="GPUS"
     )
-
-
-LAYERS = "last K layers, 'all', or indices such as 0,4"
-PARAMETERS = (
-    "'linears' of the scored layers, 'linears,experts' with those of their mixtures of experts, "
-    "'all' trainable ones, or parts joined by commas, 'linears' and patterns of names such as "
-    "'linears,*norm*'"
-)
-
-# Those of alphatoken.estimate.estimators, which imports torch.
-_Estimator = Literal["alphatoken", "direct", "path", "label", "paper_literal", "walk"]
-
-
-@dataclass(kw_only=True)
-class ValuationOptions:
-    """Options for valuing tokens."""
-
-    estimator: _Estimator = option("alphatoken", "estimator of token values")
-    layers: str = option("3", LAYERS, flag="score_layers")
-    parameters: str = option(
-        "linears",
-        f"{PARAMETERS} (all and patterns: --estimator label only)",
-        flag="value_parameters",
-    )
-    window: int | None = option(32, "window of Value-Propagation in tokens, or none")
-    stability_weight: float = option(1.5, "lambda, the weight of stability in the total value")
-    walk_steps: int = option(
-        24, "AdamW steps on the validation rows (--estimator walk: losses before less after)"
-    )
-    walk_learning_rate: float | None = option(None, "learning rate of these steps (default 5e-5)")
-
-    @property
-    def config(self) -> ScorerConfig:
-        """Configuration of the scorer.
-
-        Raises:
-            ConfigError: options without a meaning.
-        """
-        from alphatoken.config import ScorerConfig
-        from alphatoken.model.layer_choice import read_layers
-
-        return ScorerConfig(
-            estimator=self.estimator,
-            layers=read_layers(self.layers, "--score_layers"),
-            parameters=self.parameters,
-            window=self.window,
-            stability_weight=self.stability_weight,
-            walk_steps=self.walk_steps,
-            walk_learning_rate=self.walk_learning_rate,
-        )
 
 
 @dataclass(kw_only=True)
 class BudgetOptions:
     """Options for keeping tokens."""
 
-    ratio: float = option(0.5, "share of the response tokens to keep", flag="keep_ratio")
+    keep_ratio: float = option(0.5, "share of the response tokens to keep")
 
 
 @dataclass(kw_only=True)
@@ -239,9 +185,9 @@ class LeftOutOptions:
 class ReadingOptions(ColumnOptions, BadRowOptions):
     """Options for reading the rows."""
 
-    limit: int | None = option(None, "maximum number of rows to read", least=1, flag="train_limit")
+    train_limit: int | None = option(None, "maximum number of rows to read", at_least=1)
     max_length: int | None = option(
-        None, "maximum length of a row in tokens (default: the model's limit)", least=1
+        None, "maximum length of a row in tokens (default: the model's limit)", at_least=1
     )
     chat_template: bool = option(True, "write chats with the tokenizer's template")
 
@@ -259,7 +205,7 @@ class ReadingOptions(ColumnOptions, BadRowOptions):
             on_bad_rows=self.on_bad_rows,
         )
 
-    def rows(
+    def read_rows(
         self, path: str, *, limit: int | None = None, **more: Any
     ) -> list[alphatoken.data.rows.Row]:
         """Rows of a file; ``more`` are further fields of :class:`alphatoken.data.Fields`.
@@ -285,9 +231,7 @@ class EarlierOptions:
 class RunningOptions:
     """Options of the run itself."""
 
-    batch_size: int = option(
-        8, "number of rows of one forward", least=1, flag="per_device_train_batch_size"
-    )
+    per_device_train_batch_size: int = option(8, "number of rows of one forward", at_least=1)
     seed: int = option(0, "seed of all random draws")
     quiet: bool = option(False, "print no progress and no notes")
     traceback: bool = option(False, "show the whole traceback of an error")
@@ -304,14 +248,13 @@ class _ScoredRows:
     validation_rows: int | None = option(
         None,
         "number of validation rows to draw from the training rows",
-        least=1,
+        at_least=1,
         either="validation",
     )
-    queries: list[str] = option(
+    query: list[str] = option(
         [],
         "a text, or a row as a JSON object: which training rows raise or lower its probability; "
         "repeat it for several",
-        flag="query",
         metavar="TEXT",
         append=True,
         either="validation",
@@ -333,10 +276,9 @@ class _ScoredRows:
 class _Scope:
     """Options for tokens ranked together."""
 
-    scope: Literal["batch", "sequence", "dataset"] = option(
+    keep_scope: Literal["batch", "sequence", "dataset"] = option(
         "batch",
         "rank tokens within a batch (the paper), a sequence, or all of them",
-        flag="keep_scope",
     )
 
 
@@ -344,7 +286,7 @@ class _Scope:
 class ScoreOptions(
     ModelOptions,
     _ScoredRows,
-    ValuationOptions,
+    ValueOptions,
     BudgetOptions,
     _Scope,
     ReadingOptions,

@@ -57,11 +57,11 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
     if survey.bad:
         write_jsonl(folder / "bad_rows.jsonl", survey.bad)
     certificate = _certificate(scorer, job)
-    if options.scope == "dataset":
-        _keep_over_all(folder, options.ratio)
-    rows = row_ends(folder / "values", options.write_rows or "mean")
+    if options.keep_scope == "dataset":
+        _keep_over_all(folder, options.keep_ratio)
+    rows = row_ends(folder / "values", options.rows or "mean")
     written = _written_rows(job)
-    ranks, texts = QueryRanks(len(options.queries)), partial(token_texts, job.corpus.tokenizer)
+    ranks, texts = QueryRanks(len(options.query)), partial(token_texts, job.corpus.tokenizer)
     summary = summarise(ranks.through(_checked(job)), seed=options.seed, texts=texts)
     notes = write_notes(job, survey, summary, warned)
     document = {
@@ -84,7 +84,7 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
             "warnings": warned,
         }
         page, name = folder / "report.html", Path(options.train_file).name
-        if options.queries:
+        if options.query:
             shown = [_shown(query, texts) for query in job.validation]
             asked = "a query" if len(shown) == 1 else f"{len(shown)} queries"
             title = f"Rows of {name} for and against {asked}"
@@ -148,11 +148,11 @@ def _keep_over_all(folder: Path, ratio: float) -> None:
 def _written_rows(job: Job) -> dict[str, int] | None:
     """Counts of the rows that were written to train on; None without ``--rows``."""
     options = job.options
-    if options.write_rows is None:
+    if options.rows is None:
         return None
     path = options.folder / "rows.jsonl"
     counts = write_rows(
-        options.write_rows, options.folder / "values", job.corpus.source, options.ratio, path
+        options.rows, options.folder / "values", job.corpus.source, options.keep_ratio, path
     )
     if not options.quiet:
         print(
@@ -172,8 +172,9 @@ def _certificate(scorer: Scorer, job: Job) -> Certificate | None:
     if options.verify is None:
         return None
     valued = (row.example for row in job.corpus.rows() if row.example is not None)
+    few = islice(valued, min(options.per_device_train_batch_size, 2))
     return scorer.verify(
-        on_device(collate(list(islice(valued, min(options.batch_size, 2)))), job.model),
+        on_device(collate(list(few)), job.model),
         tokens=options.verify,
         seed=options.seed,
         fisher_file=options.fisher_file,
@@ -183,7 +184,7 @@ def _certificate(scorer: Scorer, job: Job) -> Certificate | None:
 
 def _say_ends(job: Job, rows: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
     """Print the rows of highest and lowest value, each in one line."""
-    unit = "sum" if job.options.write_rows == "sum" else "mean"
+    unit = "sum" if job.options.rows == "sum" else "mean"
     for side, ends in rows.items():
         print(f"{side} rows by the {unit} of their values:")
         for one in ends:

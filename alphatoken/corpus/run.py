@@ -39,10 +39,11 @@ def score_corpus(options: ScoreOptions) -> None:
         AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
     """
     here = launched()
-    keep_count(options.ratio, 1, name="--keep_ratio")  # its error now, not after the first batch
+    # Its error now, not after the first batch.
+    keep_count(options.keep_ratio, 1, name="--keep_ratio")
     require_writable(options.output_dir)
     check_engine(options, here)
-    if options.config.estimator == "walk" and options.verify is not None:
+    if options.scorer_config().estimator == "walk" and options.verify is not None:
         raise ConfigError(
             "values along a walk have no certificate",
             got=f"--verify {options.verify}, --estimator walk",

@@ -37,7 +37,7 @@ def run_demo(out: Path, *, rows: int = 24, held_out: int = 8) -> None:
     command = [
         "score", "--model_name_or_path", str(model), "--train_file", str(out / "rows/train.jsonl"),
         "--validation_file", str(out / "rows/validation.jsonl"), "--estimator", "label",
-        "--value_parameters", "all", "--max_length", "192", "--output_dir", str(out / "values"),
+        "--parameters", "all", "--max_length", "192", "--output_dir", str(out / "values"),
     ]  # fmt: skip
     print(f"alphatoken {' '.join(command)}", flush=True)
     if status := alphatoken(command):

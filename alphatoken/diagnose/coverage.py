@@ -19,14 +19,15 @@ from alphatoken.diagnose import statistics
 from alphatoken.diagnose.clouds import clusters_of, entropy, head_states, picture_of
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
-from alphatoken.diagnose.options import CheckedOptions, option
+from alphatoken.diagnose.options import CheckedOptions
 from alphatoken.diagnose.statistics import FEWEST
 from alphatoken.diagnose.stepping import draw
 from alphatoken.diagnose.subject import Subject, conclude, places_of
 from alphatoken.diagnose.valuing import retention_term, scorer_for
 from alphatoken.errors import ConfigError
-from alphatoken.estimate.estimators import ESTIMATORS, WALK
+from alphatoken.estimate.names import ESTIMATORS, WALK
 from alphatoken.select.masks import keep_count
+from alphatoken.support.options import option
 
 __all__ = ["POLICIES", "Options", "band_of", "diagnose"]
 
@@ -47,11 +48,11 @@ class Options(CheckedOptions):
         "policies: random, low-perplexity (lowest token loss), high-perplexity, or an estimator",
         choices=(*POLICIES, *ESTIMATORS, WALK),
     )
-    clusters: int = option(12, "k-means clusters of all candidates' embeddings", least=2)
+    clusters: int = option(12, "k-means clusters of all candidates' embeddings", at_least=2)
     points: int = option(
-        1500, "maximum number of kept tokens in the picture; numbers use all", least=16
+        1500, "maximum number of kept tokens in the picture; numbers use all", at_least=16
     )
-    draws: int = option(200, "number of random selections to compare with", least=20)
+    draws: int = option(200, "number of random selections to compare with", at_least=20)
 
     def __post_init__(self) -> None:
         """Check every option."""

@@ -22,10 +22,11 @@ from alphatoken.data import Example
 from alphatoken.diagnose.clouds import head_states, picture_of
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
-from alphatoken.diagnose.options import CheckedOptions, option
+from alphatoken.diagnose.options import CheckedOptions
 from alphatoken.diagnose.statistics import FEWEST, bootstrap
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.support.options import option
 
 __all__ = ["BEFORE", "Options", "diagnose", "laid_out", "relative_shift", "set_record"]
 
@@ -40,7 +41,7 @@ BEFORE = "before"
 class Options(CheckedOptions):
     """Options of the diagnostic ``drift``."""
 
-    probes: int = option(64, "number of retention rows of each set", least=1)
+    probes: int = option(64, "number of retention rows of each set", at_least=1)
     label: str = option("after", "name of the model beside others (--beside)")
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from alphatoken.data import Example
 from alphatoken.diagnose.cost import direction_flops, step_flops, values_flops
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.options import CheckedOptions, option
+from alphatoken.diagnose.options import CheckedOptions
 from alphatoken.diagnose.statistics import agreement
 from alphatoken.diagnose.stepping import draw_short, inner_products, token_gradients
 from alphatoken.diagnose.subject import Subject, conclude, places_of
@@ -33,9 +33,10 @@ from alphatoken.diagnose.valuing import (
     scorer_for,
     supported,
 )
-from alphatoken.estimate.estimators import WALK
+from alphatoken.estimate.names import WALK
 from alphatoken.estimate.proofs import CoverageReport
 from alphatoken.model.scope import resolve_layers
+from alphatoken.support.options import option
 
 __all__ = ["Options", "diagnose"]
 
@@ -50,7 +51,7 @@ class Options(CheckedOptions):
     layers: tuple[int, ...] = option(
         (),
         "Numbers of scored layers K to compare; none: all, or a spread of 8 on deeper models.",
-        least=1,
+        at_least=1,
     )
 
 

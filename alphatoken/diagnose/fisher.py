@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from alphatoken.data import Example
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
-from alphatoken.diagnose.options import CheckedOptions, option
+from alphatoken.diagnose.options import CheckedOptions
 from alphatoken.diagnose.statistics import FEWEST, Estimate, agreement, bootstrap, top_overlap
 from alphatoken.diagnose.subject import Subject, conclude, places_of, require_first_order
 from alphatoken.diagnose.valuing import values_along
@@ -33,6 +33,7 @@ from alphatoken.errors import CoverageError, InputError
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.scorer import Scorer
 from alphatoken.select.masks import keep_count
+from alphatoken.support.options import option
 
 __all__ = ["POOLED", "Options", "diagnose", "random_overlap", "variants"]
 
@@ -45,8 +46,8 @@ POOLED = "all sets"
 class Options(CheckedOptions):
     """Options for fitting and comparing; the subject has the rows, the Fisher and the settings."""
 
-    rows: int = option(8, "number of held-out rows of each retention set", least=1)
-    max_new_tokens: int = option(48, "maximum number of tokens of a sampled response", least=1)
+    rows: int = option(8, "number of held-out rows of each retention set", at_least=1)
+    max_new_tokens: int = option(48, "maximum number of tokens of a sampled response", at_least=1)
 
 
 def random_overlap(tokens: int, ratio: float) -> Estimate:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from alphatoken.data import Example
 from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.options import CheckedOptions, option
+from alphatoken.diagnose.options import CheckedOptions
 from alphatoken.diagnose.statistics import FEWEST, Estimate, bootstrap, kept
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import retention_term, scorer_for
@@ -29,6 +29,7 @@ from alphatoken.report import COMPONENTS
 from alphatoken.report.drawing import colour_of
 from alphatoken.report.examples import visible
 from alphatoken.report.numbers import number as written
+from alphatoken.support.options import option
 
 __all__ = [
     "KINDS",
@@ -59,9 +60,9 @@ class Options(CheckedOptions):
     """Options of the diagnostic ``heatmap``."""
 
     rows: tuple[int, ...] = option(
-        (), "training rows to show, from 0; default: the first sampled", least=0
+        (), "training rows to show, from 0; default: the first sampled", at_least=0
     )
-    examples: int = option(3, "number of rows, if none are named", least=1)
+    examples: int = option(3, "number of rows, if none are named", at_least=1)
     colours: str = option(
         "signed",
         "signed (blue helps, orange harms) or relative (the paper's: from the lowest value of the "

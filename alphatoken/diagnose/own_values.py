@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from alphatoken.data import Example
-from alphatoken.diagnose.options import CheckedOptions, option
+from alphatoken.diagnose.options import CheckedOptions
 from alphatoken.diagnose.statistics import FEWEST, kept
 from alphatoken.diagnose.subject import Subject
 from alphatoken.diagnose.valuing import retention_term, scorer_for, values_along
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.estimate.estimators import WALK
+from alphatoken.estimate.names import WALK
 from alphatoken.scorer import Scorer
+from alphatoken.support.options import option
 
 __all__ = ["Options", "OwnValues", "RowColumns", "keep_shares", "row_columns"]
 
@@ -41,7 +42,9 @@ _HELD = 2**28
 class Options(CheckedOptions):
     """Options of the diagnostics ``stability`` and ``arithmetic``: the number of draws."""
 
-    resamples: int = option(500, "number of bootstrap resamples of the validation rows", least=50)
+    resamples: int = option(
+        500, "number of bootstrap resamples of the validation rows", at_least=50
+    )
 
 
 @dataclass(frozen=True)

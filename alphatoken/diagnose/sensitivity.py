@@ -19,15 +19,16 @@ from torch import Tensor
 from alphatoken.config import ScorerConfig
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.options import CheckedOptions, option
+from alphatoken.diagnose.options import CheckedOptions
 from alphatoken.diagnose.own_values import OwnValues
 from alphatoken.diagnose.statistics import agreement, percent
 from alphatoken.diagnose.subject import Subject, conclude, require_first_order
 from alphatoken.diagnose.valuing import WINDOWED, depths_of, scorer_for, windows_of, with_estimator
 from alphatoken.direction.algebra import norms
 from alphatoken.errors import CoverageError, FisherError, UnsupportedError
-from alphatoken.estimate.estimators import ESTIMATORS, WALK
+from alphatoken.estimate.names import ESTIMATORS, WALK
 from alphatoken.model.parameter_choice import ParameterChoice
+from alphatoken.support.options import option
 
 __all__ = ["Options", "diagnose", "scored"]
 
@@ -44,10 +45,10 @@ class Options(CheckedOptions):
     layers: tuple[int, ...] = option(
         (),
         "numbers of last layers K; none: all, or a spread of 8 on deeper models",
-        least=1,
+        at_least=1,
     )
     windows: tuple[int, ...] = option(
-        (), "windows W; none: 0, 1, 2, 4, ... up to the longest row", least=0
+        (), "windows W; none: 0, 1, 2, 4, ... up to the longest row", at_least=0
     )
     weights: tuple[float, ...] = option(
         (0.0, 0.15, 0.5, 1.5, 5.0, 15.0, 50.0, 150.0, 500.0),

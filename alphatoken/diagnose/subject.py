@@ -22,7 +22,7 @@ from alphatoken.diagnose.stepping import fine_tuned, usual_rate
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.estimate.estimators import WALK
+from alphatoken.estimate.names import WALK
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.report.examples import COMPONENTS
@@ -68,7 +68,7 @@ def require_first_order(config: ScorerConfig) -> None:
             got=f"estimator {WALK!r}",
             why="values along a walk are differences of losses, and have no layers, no optimizer's "
             "step and no retention side",
-            remedy="--estimator label --value_parameters all (in Python "
+            remedy="--estimator label --parameters all (in Python "
             "ScorerConfig('label', parameters='all'))",
         )
 

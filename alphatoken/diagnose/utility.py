@@ -26,7 +26,7 @@ from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.options import CheckedOptions, option
+from alphatoken.diagnose.options import CheckedOptions
 from alphatoken.diagnose.statistics import FEWEST, Estimate, bootstrap, relative_error, spearman
 from alphatoken.diagnose.stepping import OPTIMIZERS, Stepper, draw_short, token_gradients
 from alphatoken.diagnose.subject import Subject, conclude, require_first_order
@@ -34,6 +34,7 @@ from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.scope import resolve_layers
 from alphatoken.scorer import Scorer
+from alphatoken.support.options import option
 
 __all__ = ["Options", "Prediction", "diagnose"]
 
@@ -50,11 +51,11 @@ class Options(CheckedOptions):
         "adamw", f"What takes the step: {', '.join(OPTIMIZERS)}.", choices=OPTIMIZERS
     )
     learning_rate: float = option(1e-4, "Step size of your run.", above=0)
-    weight_decay: float = option(0.0, "Weight decay of your run.", least=0)
+    weight_decay: float = option(0.0, "Weight decay of your run.", at_least=0)
     warmup: int = option(
         32,
         "Steps of size 0 that fill the optimizer's state at the model's own weights.",
-        least=0,
+        at_least=0,
     )
 
     def __post_init__(self) -> None:

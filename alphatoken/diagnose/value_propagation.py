@@ -23,7 +23,7 @@ from torch import Tensor
 from alphatoken.data import Example
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.options import CheckedOptions, option
+from alphatoken.diagnose.options import CheckedOptions
 from alphatoken.diagnose.pairs import (
     ALPHA,
     DEVIATION,
@@ -53,6 +53,7 @@ from alphatoken.model.capture import Recorder, record
 from alphatoken.model.scope import mixers_without_rule
 from alphatoken.model.uses import AttentionUse, DeltaUse
 from alphatoken.scorer import Scorer
+from alphatoken.support.options import option
 
 __all__ = [
     "PARTS",
@@ -76,7 +77,7 @@ class Options(CheckedOptions):
     """Options of the probe; the subject decides on tokens, layers and window."""
 
     pairs: int = option(
-        20_000, "maximum number of causal-window pairs in each layer and head", least=1
+        20_000, "maximum number of causal-window pairs in each layer and head", at_least=1
     )
     collected: str | None = option(
         None, "file of pairs that a training run collected; drawn beside those of the model"

@@ -10,21 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alphatoken.config import WALK_OPTIONS, ScorerConfig
+from alphatoken.config import READ_BY, ScorerConfig, refused_by_estimator
 from alphatoken.data import Example
 from alphatoken.diagnose.subject import Subject, gathered
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.objective import objective_gradient
 from alphatoken.errors import CoverageError, UnsupportedError
 from alphatoken.estimate.columns import contract_columns
-from alphatoken.estimate.estimators import ESTIMATORS, SPLIT, WALK
 from alphatoken.estimate.forward_mode import label_values
+from alphatoken.estimate.names import ESTIMATORS, WALK
 from alphatoken.estimate.proofs import CoverageReport
 from alphatoken.estimate.token_values import assign_columns
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.layer_choice import layers_within
-from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.scorer import Scorer
 from alphatoken.scoring.captured import Captured
 
@@ -58,16 +57,11 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
         ConfigError: no such estimator.
     """
     if estimator == WALK:
-        return ScorerConfig(WALK, **{name: getattr(config, name) for name in WALK_OPTIONS})
-    changes: dict[str, Any] = {"estimator": estimator}
-    changes |= {name: getattr(ScorerConfig, name) for name in WALK_OPTIONS}
-    if estimator != "label":
-        changes["derivative"] = "auto"
-    if estimator not in SPLIT or (estimator == "direct" and config.part == "causal"):
-        changes["part"] = "both"
-    if estimator != "label" and not ParameterChoice.read(config.parameters).captured:
-        changes["parameters"] = "linears"
-    return replace(config, **changes)
+        of_walks = [name for name, readers in READ_BY.items() if readers == (WALK,)]
+        return ScorerConfig(WALK, **{name: getattr(config, name) for name in of_walks})
+    refused = refused_by_estimator({**vars(config), "estimator": estimator})
+    defaults: dict[str, Any] = {name: getattr(ScorerConfig, name) for name, _ in refused}
+    return replace(config, estimator=estimator, **defaults)
 
 
 def retention_term(subject: Subject) -> FisherDrift | None:

@@ -155,8 +155,8 @@ class FisherDrift:
                 got=f"{len(missing)} missing, the first is '{missing[0]}'; it has "
                 f"{len(self.names)}, such as '{self.names[0]}'",
                 why="their retention would silently count as zero",
-                remedy="fit it for at least these (`alphatoken fisher` with --score_layers and "
-                "--value_parameters, fit_fisher with layers= and parameters=), or value fewer",
+                remedy="fit it for at least these (`alphatoken fisher` with --layers and "
+                "--parameters, fit_fisher with layers= and parameters=), or value fewer",
             )
         for name, shape in shapes.items():
             if tuple(shape) != tuple(self.shapes[name]):

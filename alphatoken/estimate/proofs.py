@@ -25,8 +25,8 @@ from torch import Tensor
 
 from alphatoken.errors import CoverageError, ModelError, UnsupportedError
 from alphatoken.estimate.causality import allowed_pairs, argument_kinds, prove_causality
-from alphatoken.estimate.estimators import CAPTURED, SELF_ONLY, SPLIT, WALK
 from alphatoken.estimate.gradients import captured_gradients, gradient_of
+from alphatoken.estimate.names import CAPTURED, SELF_ONLY, SPLIT, WALK
 from alphatoken.estimate.padding import padded_on_the_left, see_left_padding
 from alphatoken.model.backward import accumulate_errors
 from alphatoken.model.batch import LabelledBatch
@@ -81,7 +81,7 @@ def _covering(scope: Scope) -> list[str]:
     remedies = [f"estimator='label'{slow}"]
     if experts:
         rest = ", uncovered='skip' for the others" if len(experts) < len(reasons) else ""
-        remedies.append(f"parameters='linears,experts' (in a trainer value_parameters){rest}")
+        remedies.append(f"parameters='linears,experts'{rest}")
     if scope.linears:
         remedies.append("uncovered='skip' to leave them out and say so")
     return remedies

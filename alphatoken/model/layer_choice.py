@@ -12,7 +12,7 @@ DEFAULT_LAYERS = 3
 """The last three layers, as in the paper; all of a model that has fewer."""
 
 
-def read_layers(text: str | int, name: str = "score_layers") -> int | str | list[int]:
+def read_layers(text: str | int, name: str = "layers") -> int | str | list[int]:
     """A choice of layers from text, in the form that ``ScorerConfig.layers`` takes.
 
     >>> read_layers("3"), read_layers("all"), read_layers("0,4"), read_layers("4,")
@@ -73,7 +73,7 @@ def layers_within(layers: int | str | Sequence[int], depth: int) -> tuple[int, .
         if not 1 <= layers <= depth:
             raise ConfigError(
                 "the number of scored layers must lie within the model",
-                got=f"{layers} (layers, --score_layers), model depth {depth}",
+                got=f"layers={layers}, model depth {depth}",
                 remedy=f"pass 1 to {depth}, or 'all'",
             )
         return tuple(range(depth - layers, depth))

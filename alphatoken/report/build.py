@@ -25,7 +25,7 @@ _PROMPT_SHOWN = 300
 
 _HEADER = {
     "model_name_or_path": "model", "policy": "policy", "estimator": "estimator",
-    "score_layers": "layers scored", "value_parameters": "parameters valued",
+    "layers": "layers scored", "parameters": "parameters valued",
     "last_loss": "training loss of the last log",
 }  # fmt: skip
 """Settings that stand at the top of the page -> what they are called there."""
@@ -83,10 +83,10 @@ def write_report(
 
 def setting_tiles(settings: Mapping[str, object]) -> list[tuple[str, str]]:
     """The settings that stand at the top of a page, each with its name there."""
-    linears = settings.get("value_parameters", "linears") == "linears"
-    hidden = {"value_parameters" if linears else "score_layers"}
+    linears = settings.get("parameters", "linears") == "linears"
+    hidden = {"parameters" if linears else "layers"}
     if settings.get("estimator") == "walk":  # all trainable parameters take part
-        hidden = {"value_parameters", "score_layers"}
+        hidden = {"parameters", "layers"}
     shown = {key: str(settings[key]) for key in _HEADER if key in settings and key not in hidden}
     if model := shown.get("model_name_or_path"):
         shown["model_name_or_path"] = Path(model).name or model  # a long path breaks in words

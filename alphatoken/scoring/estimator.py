@@ -24,7 +24,7 @@ from alphatoken.direction.cache import DirectionCache
 from alphatoken.direction.inputs import DirectionInputs
 from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.errors import AlphaTokenWarning, warn_caller
-from alphatoken.estimate.estimators import SPLIT
+from alphatoken.estimate.names import SPLIT
 from alphatoken.estimate.proofs import CaptureCheck
 from alphatoken.estimate.token_values import DirectCausal, combine
 from alphatoken.model.batch import LabelledBatch

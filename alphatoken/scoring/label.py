@@ -28,13 +28,9 @@ from alphatoken.errors import (
 )
 from alphatoken.estimate.choices import watching_choices
 from alphatoken.estimate.derivatives import Derivative, DerivativeProof, Disagreement
-from alphatoken.estimate.differences import (
-    FORMS,
-    Differences,
-    DirectionalDerivative,
-    precision_obstacle,
-)
+from alphatoken.estimate.differences import Differences, DirectionalDerivative, precision_obstacle
 from alphatoken.estimate.forward_mode import label_values
+from alphatoken.estimate.names import FORMS
 from alphatoken.estimate.token_values import DirectCausal, finite, undivided
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.batch_slice import around_responses

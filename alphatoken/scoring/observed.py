@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from alphatoken.direction.objective import forward_losses
 from alphatoken.errors import ModelError, UnsupportedError
-from alphatoken.estimate.estimators import WALK
+from alphatoken.estimate.names import WALK
 from alphatoken.model.backward import graph_nodes
 from alphatoken.model.batch import LabelledBatch, read_batch, require_finite, token_losses
 from alphatoken.model.capture import Recorder

@@ -13,7 +13,7 @@ from alphatoken.direction.objective import forward_losses
 from alphatoken.direction.walk import losses_at, losses_of_reference, way_of
 from alphatoken.errors import UnsupportedError
 from alphatoken.estimate.differences import CHECKED_EVERY
-from alphatoken.estimate.estimators import WALK
+from alphatoken.estimate.names import WALK
 from alphatoken.estimate.token_values import combine, finite, undivided
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.modes import draws, evaluation_mode

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
-from alphatoken.estimate.estimators import SELF_ONLY
+from alphatoken.estimate.names import SELF_ONLY
 from alphatoken.estimate.proofs import require_covered
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
@@ -58,14 +58,14 @@ def check_run(model: nn.Module, accelerator: Any, args: Any, policy: TokenPolicy
     if accelerator.mixed_precision == "fp16":
         raise scaled()
     adapter = find_adapter(model)
-    choice = ParameterChoice.read(args.value_parameters, "value_parameters")
-    scope = choice.scope(adapter, read_layers(args.score_layers))
+    choice = ParameterChoice.read(args.parameters, "parameters")
+    scope = choice.scope(adapter, read_layers(args.layers))
     for name, mixer in scope.mixers.items() if args.estimator in SELF_ONLY else ():
         raise UnsupportedError(
             f"estimator={args.estimator!r} is defined on attention and gated delta nets only",
             got=f"{name} ({mixer})",
             why="its self-only backward has no rule here, and an approximation would be silent",
-            remedy="estimator='label' (exact on every layer type) or 'path', or other score_layers",
+            remedy="estimator='label' (exact on every layer type) or 'path', or other layers",
         )
     require_covered(scope, args.estimator, args.uncovered)
 

@@ -23,9 +23,10 @@ from alphatoken.errors import (
     warn_caller,
 )
 from alphatoken.model.batch import PreferenceBatch
+from alphatoken.support.options import check_options
 from alphatoken.train.datasets import cut_pair
 from alphatoken.train.distributed import Ranks
-from alphatoken.train.fields import PairFields, check_fields
+from alphatoken.train.fields import PairFields
 from alphatoken.train.layouts import sharding_of
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
@@ -66,7 +67,7 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
     def check_alpha(self) -> None:
         """Check options as all trainers do, and refuse those without a meaning for pairs."""
         super().check_alpha()
-        check_fields(self, PairFields)
+        check_options(self, PairFields)
         if self.kept_normalization == "sum":
             raise ConfigError(
                 "kept_normalization='sum' is not defined for DPO",

@@ -6,73 +6,17 @@ imports torch: the command line's help is made of them in a moment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from alphatoken.errors import ConfigError, require_choice
-from alphatoken.support import options
+from alphatoken.config import ScorerConfig, ValueOptions
+from alphatoken.support.options import option, same_option
 
-__all__ = ["AlphaFields", "PairFields", "check_fields", "within_of"]
-
-
-# Not in the fields' metadata: TrlParser and HfArgumentParser hand all of those to argparse.
-_WITHIN: dict[Field[Any], str] = {}
-_LIMITS: dict[Field[Any], tuple[Sequence[str | None], float | None, float | None]] = {}
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    within: str = "",
-    choices: Sequence[str | None] = (),
-    least: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A field with its help in its metadata; its limits stand beside it.
-
-    ``within`` says in words what it may be, where choices or the least number do not.
-    """
-    made = options.option(default, help)
-    _LIMITS[made] = choices, least, below
-    if isinstance(default, bool):
-        within = "true or false"
-    elif choices:
-        names = ["null" if one is None else f"'{one}'" for one in choices]
-        within = f"{', '.join(names[:-1])} or {names[-1]}"
-    elif least is not None:
-        within = (
-            "null, or " * (default is None) + f"from {least}" + f", below {below}" * bool(below)
-        )
-    _WITHIN[made] = within
-    return made
-
-
-def check_fields(given: Any, kind: type) -> None:
-    """Check that each field of ``kind`` is within its limits.
-
-    Raises:
-        ConfigError: names the first that is not, and what it may be.
-    """
-    for one in fields(kind):
-        (choices, least, below), value = _LIMITS[one], getattr(given, one.name)
-        if choices:
-            require_choice(one.name, value, choices)
-        if least is None or (value is None and one.default is None):
-            continue
-        if not value >= least or (below is not None and not value < below):
-            lies = f"be at least {least}" if below is None else f"lie in [{least}, {below})"
-            raise ConfigError(f"{one.name} must {lies}", got=repr(value), remedy=_WITHIN[one])
-
-
-def within_of(one: Field[Any]) -> str:
-    """Values that a field of the classes below may have, in words."""
-    return _WITHIN[one]
+__all__ = ["AlphaFields", "PairFields"]
 
 
 @dataclass
-class AlphaFields:
+class AlphaFields(ValueOptions):
     """Fields that the trainers' configurations add. The defaults are the paper's but one.
 
     ``retention`` is "none", because the paper's Fisher takes hours of silence on a laptop; the
@@ -80,9 +24,9 @@ class AlphaFields:
     documentation warns: the share of the rows that is only watched (``held_out_share``) shows when
     the batch is being learnt by heart. The packaged laptop recipes draw from a pool.
 
-    Each field's metadata hold its ``help``, which ``alphatoken sft --help`` shows; its values are
-    in :func:`within_of`. ``docs/options.md`` shows all as tables, ``docs/paper-gaps.md`` their
-    places in the paper.
+    Each field's metadata hold its ``help``, which ``alphatoken sft --help`` shows. The options of
+    the values are those of ``ScorerConfig``. ``docs/options.md`` shows all as tables,
+    ``docs/paper-gaps.md`` their places in the paper.
     """
 
     policy: str = option(
@@ -136,66 +80,14 @@ class AlphaFields:
         False, "DPO ablation: take the coefficient from the masked preference logit."
     )
 
-    estimator: str = option(
-        "alphatoken",
-        "Estimator of values: 'alphatoken' (the paper), 'direct', 'path', 'label' (exact for a "
-        "loss mask), 'paper_literal', or 'walk' (the decrease of a token's loss along some steps "
-        "on the validation rows).",
-        within="six names",
+    objective: str = same_option(ScorerConfig, "objective")
+    part: str = same_option(ScorerConfig, "part")
+    uncovered: str = same_option(ScorerConfig, "uncovered")
+    preconditioner: str | None = same_option(
+        ScorerConfig, "preconditioner", choices=(None, "frozen", "full"), within=""
     )
-    walk_steps: int = option(
-        24,
-        "Number of AdamW steps of a walk, each on the next validation batch (estimator='walk').",
-        least=1,
-    )
-    walk_learning_rate: float | None = option(
-        None, "Constant learning rate of a walk; null takes the run's.", within="null, or above 0"
-    )
-    walk_refresh: int = option(
-        0,
-        "Number of optimizer steps after which a new walk starts from the current weights, on rows "
-        "drawn anew; 0 takes one walk at the start. `direction_steps` has no effect on walks.",
-        least=0,
-    )
-    objective: str = option(
-        "both",
-        "Parts of the value: 'both', 'adaptation' or 'stability'.",
-        choices=("both", "adaptation", "stability"),
-    )
-    part: str = option(
-        "both",
-        "Paths of the value: 'both', 'direct' or 'causal'.",
-        choices=("both", "direct", "causal"),
-    )
-    score_layers: str = option(
-        "3", "K for the last K layers, 'all', or indices such as 0,4.", within="1 to all layers"
-    )
-    value_parameters: str = option(
-        "linears",
-        "'linears' of the scored layers, 'linears,experts' with the matrices of their mixtures of "
-        "experts; with estimator='label' also 'all' trainable parameters, "
-        "or parts joined by commas, 'linears' and patterns of names such as 'linears,*norm*'.",
-        within="'linears', 'linears,experts', 'all', or patterns",
-    )
-    window: int | None = option(
-        32, "Window W of Value-Propagation in tokens; null for none.", within="null, or from 0"
-    )
-    stability_weight: float = option(
-        1.5,
-        "Weight lambda of stability; it has no natural unit: see the logged balance.",
-        within="any number; 0 switches the term off",
-    )
-    uncovered: str = option(
-        "error", "'error', or 'skip' matrices that no estimator covers.", choices=("error", "skip")
-    )
-    preconditioner: str | None = option(
-        None,
-        "null, 'frozen' or 'full': values of the optimizer's step instead of the gradient's.",
-        choices=(None, "frozen", "full"),
-    )
-    precondition_after: int = option(
-        30, "Number of optimizer steps before which P = 1.", within="from 1"
-    )
+    precondition_after: int = same_option(ScorerConfig, "precondition_after")
+    walk_refresh: int = same_option(ScorerConfig, "walk_refresh")
 
     validation_mode: str = option(
         "fixed",
@@ -204,28 +96,28 @@ class AlphaFields:
         choices=("fixed", "pool"),
     )
     validation_batch_size: int = option(
-        32, "Validation rows (pairs) a step, over all ranks.", least=1
+        32, "Validation rows (pairs) a step, over all ranks.", at_least=1
     )
     validation_micro_batch_size: int | None = option(
         None,
         "Rows of one validation forward; null takes the number of a training forward.",
-        least=1,
+        at_least=1,
     )
     held_out_share: float = option(
         0.2,
         "Share of the validation rows to hold out; alpha/validation_gap is measured on them.",
-        least=0,
+        at_least=0,
         below=1,
     )
     held_out_steps: int = option(
         50,
         "Steps between two looks at the held-out part; 0 never looks and holds nothing out.",
-        least=0,
+        at_least=0,
     )
     direction_steps: int = option(
         1,
         "Optimizer steps for which the direction M (G, V) is used before it is built anew.",
-        least=1,
+        at_least=1,
     )
 
     retention: str = option(
@@ -234,20 +126,20 @@ class AlphaFields:
         "training, or 'data' (gradient of the loss on the retention rows: oracle retention).",
         choices=("none", "diagonal", "kronecker", "data"),
     )
-    retention_batch_size: int = option(32, "Retention rows a step for retention='data'.", least=1)
-    fisher_samples: int = option(1000, "Number of Monte-Carlo samples of the Fisher.", least=1)
-    fisher_max_new_tokens: int = option(
-        256, "Maximum number of tokens of a sampled response.", least=1
+    retention_batch_size: int = option(
+        32, "Retention rows a step for retention='data'.", at_least=1
     )
-    fisher_batch_size: int = option(8, "Number of responses to sample at a time.", least=1)
+    fisher_samples: int = option(1000, "Number of Monte-Carlo samples of the Fisher.", at_least=1)
+    fisher_max_new_tokens: int = option(
+        256, "Maximum number of tokens of a sampled response.", at_least=1
+    )
+    fisher_batch_size: int = option(8, "Number of responses to sample at a time.", at_least=1)
     fisher_cache: str | None = option(
         None,
         "Folder for fitted Fishers; null for 'fisher' in output_dir's parent run folder.",
         within="null or a folder",
     )
-    max_relative_drift: float | None = option(
-        1.0, "Limit of ScorerConfig on the drift; null checks nothing.", within="null, or above 0"
-    )
+    max_relative_drift: float | None = same_option(ScorerConfig, "max_relative_drift")
 
     scoring_forward: str = option(
         "auto",
@@ -279,11 +171,11 @@ class PairFields:
         None,
         "Longest prompt in tokens: a longer one keeps its end. null sets no limit beside "
         "max_length. On the command line see long_prompts as well.",
-        least=1,
+        at_least=1,
     )
     max_response_length: int | None = option(
         None,
         "Longest response in tokens: a longer one keeps its start. null sets no limit beside "
         "max_length.",
-        least=1,
+        at_least=1,
     )

@@ -41,10 +41,10 @@ def fisher_settings(options: AlphaOptions) -> dict[str, Any]:
     """Arguments of :func:`alphatoken.fit_fisher` that the options mean; the seed is always 0."""
     return {
         "samples": options.fisher_samples,
-        "layers": read_layers(options.score_layers),
+        "layers": read_layers(options.layers),
         "structure": options.retention,
         "max_new_tokens": options.fisher_max_new_tokens,
-        "parameters": options.value_parameters,
+        "parameters": options.parameters,
         "batch_size": options.fisher_batch_size,
         "seed": 0,
     }

@@ -213,7 +213,7 @@ def _refused_options(accelerator: Any, args: Any, kind: str) -> Iterator[ConfigE
             why="autograd cannot ask such a forward for the errors of single layers",
             remedy=f"{option}_kwargs={{'use_reentrant': False}}, or scoring_forward='own'",
         )
-    captured = ParameterChoice.read(args.value_parameters, "value_parameters").captured
+    captured = ParameterChoice.read(args.parameters, "parameters").captured
     mixed = str(getattr(accelerator, "mixed_precision", "no"))
     precision = "bf16" if getattr(args, "bf16", False) else mixed
     moved = args.estimator == "label" or not captured
@@ -236,8 +236,7 @@ def _refused_options(accelerator: Any, args: Any, kind: str) -> Iterator[ConfigE
     if args.preconditioner == "full" and kind == "fsdp2" and moved:
         yield ConfigError(
             "preconditioner='full' cannot be had for label values on sharded weights",
-            got=f"estimator={args.estimator!r}, value_parameters={args.value_parameters!r}, "
-            f"layout {kind}",
+            got=f"estimator={args.estimator!r}, parameters={args.parameters!r}, layout {kind}",
             why="the gradient of each step would be reduced by a backward of its own",
             remedy="preconditioner='frozen', or DDP; or estimator='alphatoken', 'direct' or 'path'"
             " over 'linears' or 'linears,experts'",

@@ -7,14 +7,14 @@ command lines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 from alphatoken.config import ScorerConfig
 from alphatoken.errors import ConfigError, refuse_unknown
-from alphatoken.estimate.estimators import WALK
-from alphatoken.model.layer_choice import read_layers
-from alphatoken.train.fields import AlphaFields, check_fields
+from alphatoken.estimate.names import WALK
+from alphatoken.support.options import check_options
+from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies import (
     STANDS_FOR,
     TRAINER_POLICIES,
@@ -31,8 +31,10 @@ RENAMED = {
     "max_seq_length": "max_length",
     "evaluation_strategy": "eval_strategy",
     "no_cuda": "use_cpu",
+    "score_layers": "layers",
+    "value_parameters": "parameters",
 }
-"""Options of earlier versions of TRL and transformers, by what they are called today."""
+"""Options of earlier versions, of TRL, transformers and ours, by what they are called today."""
 
 
 @dataclass
@@ -56,7 +58,7 @@ class AlphaOptions(AlphaFields):
         """Check every option; called by the configurations after their own checks."""
         self._read_null()
         self._resolve_policy()
-        check_fields(self, AlphaFields)
+        check_options(self, AlphaFields)
         self._check_combinations()
         self.scorer_config()
         if self.weighs:
@@ -151,18 +153,13 @@ class AlphaOptions(AlphaFields):
 
     def scorer_config(self) -> ScorerConfig:
         """The scorer's part; the trainer itself counts the steps between two walks."""
+        config = super().scorer_config()
+        if self.estimator != WALK:
+            return config
         rate = self.walk_learning_rate
-        if self.estimator == WALK and rate is None:
+        if rate is None:
             rate = getattr(self, "learning_rate", None)
-        own = {one.name for one in fields(AlphaFields)}
-        shared = {one.name for one in fields(ScorerConfig)} & own
-        settings = {name: getattr(self, name) for name in shared} | {
-            "walk_learning_rate": rate,
-            "walk_refresh": self.walk_refresh if self.estimator != WALK else 0,
-            "layers": read_layers(self.score_layers),
-            "parameters": self.value_parameters,
-        }
-        return ScorerConfig(**settings)
+        return replace(config, walk_learning_rate=rate, walk_refresh=0)
 
     @property
     def validation_rows_at_once(self) -> int | None:

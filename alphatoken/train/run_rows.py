@@ -75,7 +75,7 @@ def prepare_run_rows(
     if options.reads_fisher:
         if fisher is None:
             fisher = fit_or_load_fisher(trainer, fisher_dataset)
-        layers = resolve_layers(adapter, read_layers(options.score_layers))
+        layers = resolve_layers(adapter, read_layers(options.layers))
         weights = {one.weight_name: one.weight for one in adapter.scored_linears(layers)}
         # ZeRO-3 has cut them up already.
         if weights and all(weight.numel() for weight in weights.values()):
@@ -114,13 +114,13 @@ def fit_or_load_fisher(trainer: TrainerInterface, dataset: Any = None) -> Fisher
 def _require_fisher_covers(trainer: TrainerInterface) -> None:
     """Check that what is valued has a Fisher, before it is fitted: 'label' values more than it."""
     options, adapter = trainer.args, find_adapter(trainer.model)
-    choice = ParameterChoice.read(options.value_parameters, "value_parameters")
-    scope = choice.scope(adapter, read_layers(options.score_layers))
+    choice = ParameterChoice.read(options.parameters, "parameters")
+    scope = choice.scope(adapter, read_layers(options.layers))
     if scope.uncovered and not scope.named and options.uncovered != "skip":
         name, reason = next(iter(scope.uncovered.items()))
         raise CoverageError(
             "the Fisher does not cover every matrix of the scored layers",
             got=f"{name}: {reason} ({len(scope.uncovered)} such), retention={options.retention!r}",
             why="their retention would count as zero",
-            remedy="retention='none', or value_parameters='all' with retention='diagonal'",
+            remedy="retention='none', or parameters='all' with retention='diagonal'",
         )

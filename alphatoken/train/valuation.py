@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from alphatoken.direction.objective import objective_value, scoring_forward
-from alphatoken.estimate.estimators import WALK
+from alphatoken.estimate.names import WALK
 from alphatoken.model.batch import label_mask, labels_of_all
 from alphatoken.scorer import Observed, Scorer
 from alphatoken.support.progress import shown_progress

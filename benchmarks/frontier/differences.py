@@ -17,8 +17,9 @@ import torch
 
 from alphatoken.diagnose.subject import Subject, places_of
 from alphatoken.diagnose.valuing import full_gradient
-from alphatoken.estimate.differences import FORMS, Differences
+from alphatoken.estimate.differences import Differences
 from alphatoken.estimate.forward_mode import label_values
+from alphatoken.estimate.names import FORMS
 from alphatoken.estimate.temporary_weights import ShiftedWeights
 from alphatoken.model.batch import read_batch
 from alphatoken.model.modes import evaluation_mode

@@ -48,9 +48,9 @@ class World:
 
 
 SHORT = {
-    "batch_size": "per_device_train_batch_size", "fisher": "fisher_file", "layers": "score_layers",
+    "batch_size": "per_device_train_batch_size", "fisher": "fisher_file",
     "limit": "train_limit", "model": "model_name_or_path", "out": "output_dir",
-    "parameters": "value_parameters", "ratio": "keep_ratio", "scope": "keep_scope",
+    "ratio": "keep_ratio", "scope": "keep_scope",
     "train": "train_file", "validation": "validation_file",
 }  # fmt: skip
 """Words of these tests for options that most of them give."""

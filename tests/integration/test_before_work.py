@@ -86,8 +86,8 @@ def test_layers_that_the_model_lacks_are_said_before_its_weights_are_loaded(
     )
     words = words_of(command, str(place / "rows.jsonl"), out)
     words[2] = place / "model"
-    assert main([*map(str, words), "--score_layers", "99"]) == 2
-    assert "99 (layers, --score_layers), model depth 3" in capsys.readouterr().err
+    assert main([*map(str, words), "--layers", "99"]) == 2
+    assert "layers=99, model depth 3" in capsys.readouterr().err
 
 
 def test_an_earlier_run_is_refused_before_rows_are_read(

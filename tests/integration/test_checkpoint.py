@@ -180,7 +180,7 @@ def test_killed_run_goes_on_to_the_same_bits(
 def test_two_processes_are_killed_and_go_on(tmp_path: Path) -> None:
     options = {
         "per_device_train_batch_size": 2,
-        "score_layers": "1",
+        "layers": "1",
         "max_relative_drift": None,
     }
     whole = Run("sft", tmp_path / "whole", processes=2, options=options)

@@ -389,7 +389,7 @@ BAD: dict[str, tuple[Case, str]] = {
         "validation rows cannot be drawn",
     ),
     "max-length": (lambda w, t: {"max_length": 97}, "the model allows. Got: 97, limit 96"),
-    "layers": (lambda w, t: {"layers": "last"}, "--score_layers cannot be read"),
+    "layers": (lambda w, t: {"layers": "last"}, "layers cannot be read"),
     "no model": (lambda w, t: {"model": t / "nowhere"}, "no such model folder"),
     "tokenizer": (
         lambda w, t: {"model": broken_model(w, t, "tokenizer.json", b"{]")},

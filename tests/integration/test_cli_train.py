@@ -418,7 +418,7 @@ def test_weights_that_were_cut_off_are_one_line(
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     file = jsonl(tmp_path / "train.jsonl", rows(20))
     words = ["--train_file", str(file), "--validation_rows", "2"]
-    words += ["--score_layers", "1", "--use_cpu", "--bf16", "false", "--max_steps", "1"]
+    words += ["--layers", "1", "--use_cpu", "--bf16", "false", "--max_steps", "1"]
     words += ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "out")]
     assert main(["sft", *words]) == 2
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "alphatoken:" in line]

@@ -115,7 +115,7 @@ for estimator in ("alphatoken", "path", "label"):
 
 
 UNTOUCHED = """
-from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.estimate.names import ESTIMATORS
 from tests.integration import test_model_state as state
 state.seed_everything()
 model = state.odd_model()

@@ -392,7 +392,7 @@ def test_memory_does_not_grow_with_the_rows(
         words = [
             "score", "--model_name_or_path", world / "moved", "--train_file", train,
             "--validation_file", held, "--output_dir", tmp_path / f"out{count}",
-            "--per_device_train_batch_size", 256, "--score_layers", 1, "--keep_scope", "dataset",
+            "--per_device_train_batch_size", 256, "--layers", 1, "--keep_scope", "dataset",
         ]  # fmt: skip
         run = subprocess.run(
             [sys.executable, "-c", code, *map(str, words)],

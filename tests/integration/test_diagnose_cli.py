@@ -20,16 +20,13 @@ import pytest
 from alphatoken.cli import main
 from alphatoken.cli.diagnose_options import ALL, build_parser, overview, read_request
 from alphatoken.cli.diagnose_subject import prepare, retention_files
-from alphatoken.cli.options import (
-    option,
-    read_options,
-    spelled,
-)
+from alphatoken.cli.options import read_options, spelled
 from alphatoken.data import Fields
 from alphatoken.diagnose.diagnosis import Diagnosis
 from alphatoken.diagnose.registry import DIAGNOSTICS, find
 from alphatoken.diagnose.subject import Subject
 from alphatoken.errors import ConfigError
+from alphatoken.support.options import option
 from alphatoken.support.storage import weights_digest
 from tests.integration import small_world
 from tests.integration.small_world import flags, saved_model, write_rows
@@ -103,7 +100,7 @@ def test_a_flag_that_all_share_gets_the_name_before_it() -> None:
         found = vars(parser.parse_args([*NEEDED, *words]))
         return {k.removeprefix("own_"): v for k, v in found.items() if k.startswith("own_")}
 
-    assert own("--score_layers", "2") == {}
+    assert own("--layers", "2") == {}
     assert own("--coverage_layers", "2", "--draws", "9") == {"layers": "2", "draws": 9}
 
 
@@ -114,7 +111,7 @@ class Told:
     The first line is the title of the group.
     """
 
-    needed: int = option(help="in %", least=1)
+    needed: int = option(help="in %", at_least=1)
     learning_rate: float = option(0.1, "how fast")
     sizes: tuple[int, ...] = option((1, 2), "several")
     rates: tuple[float, ...] = option((), "several")
@@ -132,7 +129,7 @@ def test_a_dataclass_is_a_command_line(capsys: pytest.CaptureFixture[str]) -> No
     words = "--needed 1 --that --learning-rate 1e-3 --no-kept --sizes 4,5 --rates 0.5 --most 3"
     found = read_options("told", Told, spelled(words.split()))
     assert found == Told(
-        needed=1, that=True, learning_rate=1e-3, kept=False, sizes=(4, 5), rates=(0.5,), most=3
+        needed=1, that=True, learning_rate=1e-3, kept=False, sizes=(4, 5), rates=(0.5,), at_most=3
     )
     found = read_options("told", Told, ["--needed", "1", "--that", "--sizes", "none", "--kept"])
     assert (found.sizes, found.most, found.kept) == ((), None, True)
@@ -340,7 +337,7 @@ def test_without_retention_rows_fisher_says_so_and_the_others_run(
         ("fisher", {}, (), "needs held-out retention rows"),
         ("drift", {}, (), "needs held-out retention rows"),
         ("coverage", {"ratio": "0"}, (), "ratio"),
-        ("coverage", {"layers": "x"}, (), "--score_layers"),
+        ("coverage", {"layers": "x"}, (), "--layers"),
         ("coverage", {"window": "x"}, (), "--window"),
         ("coverage", {"tokens": "0"}, (), "must be at least 1"),
         ("coverage", {}, ("--resume", "--overwrite_output"), "not allowed with"),

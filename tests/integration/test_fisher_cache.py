@@ -30,7 +30,7 @@ def options(**more: Any) -> AlphaOptions:
         "retention": "diagonal",
         "fisher_samples": 4,
         "fisher_max_new_tokens": 6,
-        "score_layers": "2",
+        "layers": "2",
     }
     return AlphaOptions(**{**small, **more})
 
@@ -92,7 +92,7 @@ def test_folder_is_shared_by_runs_of_one_experiment() -> None:
 
 CHANGES: dict[str, dict[str, Any]] = {
     "samples": {"fisher_samples": 5},
-    "layers": {"score_layers": "1"},
+    "layers": {"layers": "1"},
     "structure": {"retention": "kronecker"},
     "tokens": {"fisher_max_new_tokens": 7},
     "batch": {"fisher_batch_size": 2},

@@ -186,6 +186,8 @@ def test_misspelt_options_are_named(kind: Any) -> None:
     if kind is AlphaSFTConfig:
         with pytest.raises(ConfigError, match="max_length, as it is called today"):
             kind(max_seq_length=8)
+        with pytest.raises(ConfigError, match="layers, as it is called today"):
+            kind(score_layers="all")
     if kind is AlphaConfig:  # which has no option by that other name either
         with pytest.raises(ConfigError, match=r"leave it out; help\(AlphaConfig\)"):
             kind(max_seq_length=8)

@@ -497,7 +497,7 @@ def test_the_sum_is_the_decrease_under_plain_sgd(tmp_path: Path, optim: str) -> 
     rate, low, high = BOUNDS[optim]
     listening = _Sums()
     trainer = sft(
-        tmp_path, policy="all", estimator="label", score_layers="all", value_parameters="all",
+        tmp_path, policy="all", estimator="label", layers="all", parameters="all",
         retention="none", validation_batch_size=8, held_out_steps=1, held_out_share=0.5,
         max_grad_norm=0.0, max_steps=4, optim=optim, learning_rate=rate,
         train_dataset=sft_rows(32), validation_dataset=sft_rows(16, seed=5), callbacks=[listening],

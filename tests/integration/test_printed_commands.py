@@ -116,7 +116,7 @@ def read(program: str, command: str, words: list[str]) -> None:
     elif command == "diagnose":
         from alphatoken.cli.diagnose_options import read_request
 
-        _ = read_request(*words).shared.config
+        _ = read_request(*words).shared.scorer_config()
     elif command == "compare":
         from alphatoken_lab.commands.compare import parse
         from alphatoken_lab.runner.grid import all_cells

@@ -160,7 +160,7 @@ def test_label_over_all_parameters_is_one_backward_a_token(model: Any, tokenizer
 
 
 STEP = {
-    "per_device_train_batch_size": 2, "max_steps": 1, "learning_rate": 1e-4, "score_layers": "1",
+    "per_device_train_batch_size": 2, "max_steps": 1, "learning_rate": 1e-4, "layers": "1",
     "validation_batch_size": 2, "retention": "none", "held_out_share": 0.0,
     "gradient_checkpointing": False,
 }  # fmt: skip

@@ -66,7 +66,7 @@ def the_papers_numbers(task: str, model: str) -> dict[str, Any]:
     if task == "ultrachat":
         return every | {"policy": "all", "retention": "none", "validation_rows": 0, "turns": "all"}
     every |= {
-        "keep_ratio": 0.5, "stability_weight": 1.5, "window": 32, "score_layers": "3",
+        "keep_ratio": 0.5, "stability_weight": 1.5, "window": 32, "layers": "3",
         "keep_scope": "global", "kept_normalization": "response" if pairs else "sum",
         "estimator": "alphatoken",
         "validation_mode": "fixed", "validation_rows": 32, "validation_batch_size": 32,
@@ -168,13 +168,13 @@ def test_the_recommended_recipe_is_what_was_measured() -> None:
 def test_the_command_line_overrides_the_recipe() -> None:
     found = read(
         "magicoder-llama", "--learning-rate", "1e-6", "--keep_ratio=0.25", "--window", "none",
-        "--score_layers", "0,4",
+        "--layers", "0,4",
     )  # fmt: skip
     args = found.training
     assert found.model.model_name_or_path == "meta-llama/Llama-3.2-3B"
     assert found.data.dataset_name == "ise-uiuc/Magicoder-OSS-Instruct-75K"
     assert (args.learning_rate, args.keep_ratio, args.window) == (1e-6, 0.25, None)
-    assert (args.score_layers, args.max_length) == ("0,4", 4096)
+    assert (args.layers, args.max_length) == ("0,4", 4096)
 
 
 def test_what_a_recipe_says_of_values_gives_way_to_another_policy(tmp_path: Path) -> None:
@@ -196,12 +196,12 @@ def test_what_a_recipe_says_of_values_gives_way_to_another_policy(tmp_path: Path
     ("words", "expected", "unread"),
     [
         ("laptop-sft --policy alphatoken", ("top", "alphatoken", "linears", "none"),
-         ("estimator", "value_parameters")),
+         ("estimator", "parameters")),
         ("laptop-lora --estimator path", ("all", "path", "linears", "none"),
-         ("value_parameters",)),
+         ("parameters",)),
         ("laptop-sft --policy label", ("top", "label", "all", "none"), ()),
         ("laptop-sft --config recommended --policy alphatoken --validation_rows 4",
-         ("top", "alphatoken", "linears", "none"), ("estimator", "value_parameters")),
+         ("top", "alphatoken", "linears", "none"), ("estimator", "parameters")),
         ("laptop-dpo --estimator walk", ("top", "walk", "linears", "none"),
          ("retention", "fisher_prompts")),
     ],
@@ -211,14 +211,14 @@ def test_what_a_recipe_says_of_an_estimator_gives_way_to_another(
 ) -> None:
     found = read(*words.split())
     args = found.training
-    assert (args.policy, args.estimator, args.value_parameters, args.retention) == expected
+    assert (args.policy, args.estimator, args.parameters, args.retention) == expected
     assert found.unread == unread
 
 
 @pytest.mark.parametrize(
     ("words", "refused"),
     [
-        ("laptop-sft --policy alphatoken --value_parameters all", "for the estimator 'label'"),
+        ("laptop-sft --policy alphatoken --parameters all", "for the estimator 'label'"),
         ("laptop-sft --policy alphatoken --estimator label", "that of the estimator 'alphatoken'"),
         ("laptop-dpo --estimator walk --retention diagonal", "a walk has no stability side"),
     ],

@@ -316,7 +316,7 @@ def test_layers_that_the_model_does_not_have(layers: Any) -> None:
     model = model_of()
     message = refused(ConfigError, lambda: scorer_for(model, layers=layers), "layer", model=model)
     if isinstance(layers, int):
-        assert f"{layers} (layers, --score_layers)" in message
+        assert f"layers={layers}, " in message
         assert "depth 3" in message
 
 

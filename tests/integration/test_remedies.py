@@ -103,7 +103,7 @@ SFT: Cases = {
         {"peft": dora, "retention": "diagonal", **LABEL},
         {
             "retention='none'": {"retention": "none"},
-            "value_parameters='all'": {"value_parameters": "all"},
+            "parameters='all'": {"parameters": "all"},
         },
     ),
     "experts and a router": (
@@ -111,11 +111,11 @@ SFT: Cases = {
         {
             "set_experts_implementation('eager')": {"model": lambda: routed(eager=True), **LABEL},
             "uncovered='skip'": {"uncovered": "skip"},
-            "value_parameters": {"value_parameters": "linears,experts", "uncovered": "skip"},
+            "parameters": {"parameters": "linears,experts", "uncovered": "skip"},
         },
     ),
     "a router": (
-        {"model": routed, "value_parameters": "linears,experts"},
+        {"model": routed, "parameters": "linears,experts"},
         {
             "set_experts_implementation('eager')": {"model": lambda: routed(eager=True), **LABEL},
             "uncovered='skip'": {"uncovered": "skip"},

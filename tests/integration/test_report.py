@@ -210,7 +210,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("report") / "report.html",
         summary,
         title="Token values of <train>.jsonl",
-        settings={"estimator": "alphatoken", "score_layers": 3, "model_name_or_path": "m" * 200},
+        settings={"estimator": "alphatoken", "layers": 3, "model_name_or_path": "m" * 200},
         notes=["The retention term is exactly zero at step 0."],
     )
 
@@ -328,11 +328,11 @@ def test_the_top_of_a_page_says_what_was_valued() -> None:
     """Layers play no part where all parameters are valued, and neither does along a walk."""
 
     def tiles(**settings: object) -> dict[str, str]:
-        found = setting_tiles({"score_layers": "3", "value_parameters": "linears", **settings})
+        found = setting_tiles({"layers": "3", "parameters": "linears", **settings})
         return {meaning: text for text, meaning in found}
 
     assert tiles(estimator="alphatoken") == {"estimator": "alphatoken", "layers scored": "3"}
-    assert tiles(value_parameters="all", policy="top") == {
+    assert tiles(parameters="all", policy="top") == {
         "policy": "top",
         "parameters valued": "all",
     }

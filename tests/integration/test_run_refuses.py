@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, list[str], str]] = {
     "no validation rows": ("sft", ["--validation_rows", "0"], "values need a validation dataset"),
     "no retention rows": ("sft", ["--retention", "data"], "needs a retention dataset"),
     "all held out": ("sft", ["--held_out_share", "0.9"], "set is too small"),
-    "no such layer": ("sft", ["--score_layers", "9"], "within the model"),
+    "no such layer": ("sft", ["--layers", "9"], "within the model"),
     "the paper's pairs and TI-DPO": (
         "dpo", ["--policy", "ti-dpo", "--precompute_ref_log_probs", "true"],
         "asks for the reference's log-probability of a token",
@@ -192,7 +192,7 @@ class Layout:
         self.state = SimpleNamespace(deepspeed_plugin=stage, fsdp_plugin=None, dynamo_plugin=None)
 
 
-LABEL = {"estimator": "label", "value_parameters": "all"}
+LABEL = {"estimator": "label", "parameters": "all"}
 
 
 @pytest.mark.parametrize(

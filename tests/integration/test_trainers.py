@@ -49,7 +49,7 @@ def against_trl(make: Any, folder: Path, shared: dict[str, Any], **own: Any) -> 
 
 
 HYBRID = {"model": tiny.hybrid}
-OF_HYBRID = {"score_layers": "3", "uncovered": "skip"}
+OF_HYBRID = {"layers": "3", "uncovered": "skip"}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_masked_logit_refuses_what_it_cannot_mask(tmp_path: Path, more: Any)
 def test_adapters_on_the_projections_of_a_delta_net(tmp_path: Path) -> None:
     names = ["in_proj_qkv", "in_proj_b", "v_proj", "down_proj"]
     lora = LoraConfig(**tiny.LORA | {"task_type": "CAUSAL_LM", "target_modules": names})
-    more = {"peft_config": lora, "score_layers": "3", "uncovered": "error"}
+    more = {"peft_config": lora, "layers": "3", "uncovered": "error"}
     ours = sft(tmp_path, model=tiny.hybrid(), **more)
     before = weights(ours.model)
     ours.train()
@@ -129,7 +129,7 @@ def test_adapters_on_the_projections_of_a_delta_net(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_mixture_trains_on_values_over_its_experts(tmp_path: Path) -> None:
     """Experts are scored and move; the router, whose loss TRL adds, is named as left out."""
-    more = {"value_parameters": "linears,experts", "uncovered": "skip", "max_steps": 5}
+    more = {"parameters": "linears,experts", "uncovered": "skip", "max_steps": 5}
     trainer = sft(tmp_path, model=tiny.mixture(), **more)
     before = weights(trainer.model)
     trainer.train()
@@ -156,7 +156,7 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
     ("extra", "name"),
     [
         ({"estimator": "label", "part": "direct"}, "part"),
-        ({"score_layers": "three"}, "score_layers"),
+        ({"layers": "three"}, "layers"),
         ({"preconditioner": "fisher"}, "preconditioner"),
         ({"value_unit": "row"}, "value_unit"),
         ({"value_unit": "response", "policy": "random"}, "whole responses"),

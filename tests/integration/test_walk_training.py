@@ -23,7 +23,7 @@ from tests.integration import tiny_training as tiny
 
 WALK = {
     "estimator": "walk",
-    "score_layers": "3",
+    "layers": "3",
     "retention": "none",
     "walk_steps": 3,
     "validation_mode": "pool",

@@ -154,7 +154,7 @@ def options(folder: Any, **more: Any) -> dict[str, Any]:
 
 
 ALPHA: dict[str, Any] = {
-    "score_layers": "2",
+    "layers": "2",
     "validation_batch_size": 6,
     "retention": "diagonal",
     "fisher_samples": 4,

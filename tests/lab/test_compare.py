@@ -387,7 +387,7 @@ def test_what_a_recipe_says_of_an_estimator_gives_way_in_cells_of_others() -> No
     methods = tuple(known[n] for n in ("standard", "random", "alphatoken", "label"))
     cells = all_cells(Grid((Task("s", "sft", said, TARGET),), methods, (0,)))
     made = {c.policy: AlphaSFTConfig(**_of_trainer(c.options)) for c in cells}
-    values = {name: (one.estimator, one.value_parameters) for name, one in made.items()}
+    values = {name: (one.estimator, one.parameters) for name, one in made.items()}
     assert values["label"] == values["random"] == ("label", "all")
     assert values["alphatoken"] == ("alphatoken", "linears")
 

@@ -101,7 +101,7 @@ def test_an_exhibit_says_what_it_shows(exhibit: Exhibit, tmp_path: Path) -> None
 
 
 SETTINGS = {
-    "ρ": ("keep_ratio",), "λ": ("stability_weight",), "W": ("window",), "layers": ("score_layers",),
+    "ρ": ("keep_ratio",), "λ": ("stability_weight",), "W": ("window",), "layers": ("layers",),
     "B_val": ("validation_rows", "validation_batch_size"), "β": ("beta",),
 }  # fmt: skip
 """Last word of a group of settings -> the options that its rows set."""
@@ -417,9 +417,9 @@ def own_fisher(folder: Path, *more: str) -> tuple[list[str], str]:
 
 
 def test_the_fisher_of_a_trained_cell_is_handed_to_its_figure(tmp_path: Path) -> None:
-    words, said = own_fisher(tmp_path, "--score_layers", "2")
+    words, said = own_fisher(tmp_path, "--layers", "2")
     assert words[words.index("--fisher_file") + 1] == "ITS OWN"
-    assert words[words.index("--score_layers") + 1] == "2"
+    assert words[words.index("--layers") + 1] == "2"
     assert "the one that the model was trained with: 16 samples on prompts of fisher.jsonl" in said
 
 

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import InputError, UnsupportedError
-from alphatoken.estimate.estimators import SELF_ONLY
+from alphatoken.estimate.names import SELF_ONLY
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from alphatoken.model.scope import mixers_without_rule
 from tests.property.architectures import ARCHITECTURES, BY_NAME, MIXER, SOFTMAX, VOCABULARY

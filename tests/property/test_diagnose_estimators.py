@@ -24,7 +24,7 @@ from alphatoken.diagnose.valuing import (
     windows_of,
 )
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.estimate.names import ESTIMATORS
 from alphatoken.model.batch import read_batch
 from alphatoken.oracle import gradients as oracle
 from tests.places import nightly, tiered

@@ -20,7 +20,7 @@ from alphatoken.diagnose.statistics import Estimate, percent
 from alphatoken.diagnose.subject import Subject
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.estimate.names import ESTIMATORS
 from alphatoken.scorer import Scorer
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.profiles import budget

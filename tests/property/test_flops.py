@@ -17,7 +17,7 @@ import pytest
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.diagnose.cost import flops
 from alphatoken.estimate.derivatives import SIGNS
-from alphatoken.estimate.estimators import SELF_ONLY
+from alphatoken.estimate.names import SELF_ONLY
 from alphatoken.model.batch_slice import LENGTH, ROWS
 from benchmarks.floors import Shape
 from benchmarks.models import Size, fisher

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alphatoken import AlphaTokenWarning, Scorer, ScorerConfig, UnsupportedError
-from alphatoken.estimate.estimators import ESTIMATORS
+from alphatoken.estimate.names import ESTIMATORS
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.decoder import explicit_attention

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import FisherError, UnsupportedError
-from alphatoken.estimate.estimators import CAPTURED
+from alphatoken.estimate.names import CAPTURED
 from alphatoken.model.sharding import Sharding
 from alphatoken.oracle import gradients, walk
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder

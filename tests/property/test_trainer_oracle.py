@@ -319,7 +319,7 @@ def _arguments(asked: Asked, folder: str) -> dict[str, Any]:
         "per_device_train_batch_size": asked.rows,
         "gradient_accumulation_steps": asked.accumulation,
         "max_steps": asked.steps,
-        "score_layers": str(asked.layers),
+        "layers": str(asked.layers),
         "optim": "adamw_torch",
         "lr_scheduler_type": "linear",
         "logging_steps": 1,

@@ -29,9 +29,10 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from alphatoken.config import refused_by_estimator
 from alphatoken.errors import ConfigError
-from alphatoken.estimate.estimators import SPLIT, WALK
-from alphatoken.model.layer_choice import DEFAULT_LAYERS, read_layers
+from alphatoken.estimate.names import WALK
+from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies.ratio import (
@@ -245,28 +246,17 @@ def unread_by_estimator(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = {**_DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
     stands_for = STANDS_FOR.get(str(values["policy"]), {}).get("estimator")
-    estimator, part = stands_for or values["estimator"], values["part"]
+    estimator = stands_for or values["estimator"]
     try:
-        choice = ParameterChoice.read(values["value_parameters"])
-        layers = read_layers(str(values["score_layers"]))
+        ParameterChoice.read(values["parameters"])  # raises where it cannot be read
+        layers = read_layers(str(values["layers"]))
+        refusals = refused_by_estimator({**values, "estimator": estimator, "layers": layers})
+        neutral = {name: _DEFAULTS[name] for name, _ in refusals}
     except ConfigError:
         return {}
-    refused = {"part": part != "both" and estimator not in SPLIT}
-    refused["part"] |= part == "causal" and estimator == "direct"
-    if estimator == WALK:
-        refused |= {
-            "value_parameters": values["value_parameters"] not in ("linears", "all"),
-            "retention": values["objective"] != "adaptation",
-            "objective": values["objective"] == "stability",
-            "preconditioner": True,
-            "uncovered": True,
-            "score_layers": layers not in (DEFAULT_LAYERS, "all"),
-        }
-    else:
-        refused |= dict.fromkeys(("walk_steps", "walk_learning_rate", "walk_refresh"), True)
-        refused["value_parameters"] = not choice.captured and estimator != "label"
-    found = {name: _DEFAULTS[name] for name, here in refused.items() if here}
-    return found if stands_for is None else {"estimator": stands_for, **found}
+    if estimator == WALK and values["objective"] != "adaptation":
+        neutral["retention"] = _DEFAULTS["retention"]
+    return neutral if stands_for is None else {"estimator": stands_for, **neutral}
 
 
 def chosen_policy(

@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from alphatoken.cli.options import CommandParser, add_options, option
+from alphatoken.cli.options import CommandParser, add_options
 from alphatoken.errors import ConfigError
+from alphatoken.support.options import option
 from alphatoken_lab.runner.grid_file import GridOptions, read_grid
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class CellOptions:
     processes: int = option(1, "number of cells at a time, or in the queue at a time")
     devices: str | None = option(None, "indices of the GPUs for cells: 0,1,2,3")
     devices_per_cell: int = option(
-        1, "number of GPUs of one cell; its global batch stays", least=1, metavar="GPUS"
+        1, "number of GPUs of one cell; its global batch stays", at_least=1, metavar="GPUS"
     )
     launcher: Literal["local", "slurm", "submitit-local"] = option(
         "local", "this machine, or a queue by submitit"

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.cli.options import option, read_options
+from alphatoken.cli.options import read_options
 from alphatoken.corpus.options import ColumnOptions, ModelOptions
 from alphatoken.errors import ConfigError
+from alphatoken.support.options import option
 from alphatoken_lab.measure.options import MeasureOptions, read_measures
 
 if TYPE_CHECKING:
@@ -60,10 +61,10 @@ class _Reading:
     )
     chat: bool = option(True, "put rows and questions into the chat template")
     max_new_tokens: int | None = option(
-        None, "maximum number of tokens of an answer (default 256)", least=1
+        None, "maximum number of tokens of an answer (default 256)", at_least=1
     )
-    max_length: int | None = option(None, "cut rows to N tokens", least=1)
-    batch_size: int | None = option(None, "number of rows of one forward (default 16)", least=1)
+    max_length: int | None = option(None, "cut rows to N tokens", at_least=1)
+    batch_size: int | None = option(None, "number of rows of one forward (default 16)", at_least=1)
     beta: float = option(0.1, "beta of DPO, for pairs")
     output_dir: str = option("runs/evaluate", "folder for results")
     overwrite_output: bool = option(False, "replace an earlier evaluation there")

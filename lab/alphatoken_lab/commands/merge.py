@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.options import option, read_options
+from alphatoken.cli.options import read_options
 from alphatoken.errors import ConfigError
+from alphatoken.support.options import option
 
 __all__ = ["MergeOptions", "read", "run"]
 

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from alphatoken.cli.options import CommandParser, add_options, option
+from alphatoken.cli.options import CommandParser, add_options
 from alphatoken.errors import ConfigError
+from alphatoken.support.options import option
 from alphatoken_lab.commands.compare import CellOptions
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.cli.options import option
 from alphatoken.cli.recipes import close_to
 from alphatoken.errors import ConfigError
+from alphatoken.support.options import option
 
 if TYPE_CHECKING:
     from alphatoken_lab.measure.measures import Measures

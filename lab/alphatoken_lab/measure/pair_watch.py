@@ -181,7 +181,7 @@ def watch_pairs(trainer: Any, path: str | Path, every: int) -> PairWatch:
             why="one process looks, and a forward there needs all of them",
             remedy=f"{OPTION}=0, or DDP, ZeRO-1 or 2",
         )
-    layers = read_layers(options.score_layers)
+    layers = read_layers(options.layers)
     softmax_layers(find_adapter(trainer.model), layers, f"{OPTION}=0")
     rows = [trainer.train_dataset[i] for i in range(min(PROBE, len(trainer.train_dataset)))]
     batch = trainer.data_collator(rows)

@@ -62,7 +62,7 @@ def words_of(work: Work, diagnosed: Diagnosed, task: Task, out: Path) -> list[st
         words += ["--collected", str(work.folder.place(cell) / COLLECTED)]
     if diagnosed.name == "fisher" and not refit_reason(work, cell):
         words += ["--fisher_file", str(_fisher(work, cell))]
-        words += ["--score_layers", str(cell.options.get("score_layers", "3"))]
+        words += ["--layers", str(cell.options.get("layers", "3"))]
     words += ["--max_length", str(task.options.get("max_length", 1024)), "--on_empty", "skip"]
     words += [] if task.options.get("chat_template", True) else ["--no_chat_template"]
     for name, value in diagnosed.options.get(work.scale, {}).items():
@@ -86,8 +86,8 @@ def refit_reason(work: Work, cell: Cell) -> str:
     options = cell.options
     if options.get("use_peft"):
         return "the cell's is of the adapters' weights, and the model is merged"
-    if options.get("value_parameters", "linears") != "linears":
-        return f"the cell's is of other weights ({options['value_parameters']})"
+    if options.get("parameters", "linears") != "linears":
+        return f"the cell's is of other weights ({options['parameters']})"
     if options.get("retention") != "diagonal":
         return f"the cell's retention is {options.get('retention', 'none')}, not a diagonal Fisher"
     if not _fisher(work, cell).is_file():

@@ -32,9 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from alphatoken.cli.options import option
 from alphatoken.cli.recipes import close_to, find_recipe, is_packaged
 from alphatoken.errors import ConfigError
+from alphatoken.support.options import option
 from alphatoken_lab.measure.options import MeasureOptions, read_measures, require_allowed
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from tests.integration.distributed.worker import forget_precision
 ASKED: dict[str, tuple[dict[str, Any], ...]] = {
     "ddp": ({"ddp_static_graph": True},),
     "fsdp2": (
-        {"estimator": "label", "value_parameters": "all", "bf16": True},
-        {"estimator": "label", "value_parameters": "all", "preconditioner": "full"},
+        {"estimator": "label", "parameters": "all", "bf16": True},
+        {"estimator": "label", "parameters": "all", "preconditioner": "full"},
     ),
     "zero2": ({"preconditioner": "full"},),
     "zero3": ({"preconditioner": "frozen"},),

@@ -131,13 +131,13 @@ def lora_global(layout: str, folder: Path) -> dict[str, Any]:
 
 def hybrid_global(layout: str, folder: Path) -> dict[str, Any]:
     """Gated delta nets and attention, all of them scored by the paper's values."""
-    more = {"estimator": "alphatoken", "score_layers": "3", "uncovered": "skip"}
+    more = {"estimator": "alphatoken", "layers": "3", "uncovered": "skip"}
     return run(sft(layout, folder, model=hybrid(), keep_scope="global", **more))
 
 
 def label_global(layout: str, folder: Path) -> dict[str, Any]:
     """Label values over all parameters, by differences: weights move where they lie."""
-    more = {"estimator": "label", "value_parameters": "all", "policy": "top"}
+    more = {"estimator": "label", "parameters": "all", "policy": "top"}
     return run(sft(layout, folder, keep_scope="global", **more))
 
 
@@ -155,7 +155,7 @@ def full_batch(layout: str, folder: Path) -> dict[str, Any]:
 
 def experts_global(layout: str, folder: Path) -> dict[str, Any]:
     """Values over the matrices of experts, whose rows each process has of its own micro-batches."""
-    more = {"value_parameters": "linears,experts", "score_layers": "2", "uncovered": "skip"}
+    more = {"parameters": "linears,experts", "layers": "2", "uncovered": "skip"}
     return run(sft(layout, folder, model=mixture(), keep_scope="global", **more))
 
 
