@@ -19,7 +19,7 @@ from alphatoken.corpus.kept_rows import row_ends, write_rows
 from alphatoken.corpus.notes import about_encoding, write_notes
 from alphatoken.corpus.queries import read_as
 from alphatoken.data import Example, Row, collate, token_texts
-from alphatoken.data.reading import short
+from alphatoken.data.survey import short
 from alphatoken.errors import DataError, ModelError
 from alphatoken.report import (
     ScoredExample,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alphatoken_lab.commands.paper import PaperOptions
 from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit, every
+from alphatoken_lab.paper.options import PaperOptions
 from alphatoken_lab.paper.rows import LETTERS, OTHER, SIZES
 from alphatoken_lab.paper.work import Work
 from alphatoken_lab.runner.folder import Status

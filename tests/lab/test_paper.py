@@ -19,10 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_json
 from alphatoken.train.selecting import selecting
-from alphatoken_lab.commands.paper import PaperOptions, prepare_rows
+from alphatoken_lab.commands.paper import prepare_rows
 from alphatoken_lab.measure.selection_cost import measured_selection
 from alphatoken_lab.paper.exhibits import SCALES, Exhibit, every, find, printed_table, table_of
 from alphatoken_lab.paper.figures import about_fisher, export_rows, words_of
+from alphatoken_lab.paper.options import PaperOptions
 from alphatoken_lab.paper.rows import OTHER, SIZES, write_rows
 from alphatoken_lab.paper.work import Work
 from alphatoken_lab.runner.records import with_costs

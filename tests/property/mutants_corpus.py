@@ -74,7 +74,7 @@ MUTANTS = (
     _corpus(
         "rows-that-say-the-same-are-left-out",
         "a training row that repeats a query is removed, as one that repeats a validation row is",
-        "corpus.job.prepare_rows", "if not options.queries", "if True", QUERIES,
+        "corpus.job.prepare_rows", "if not options.query", "if True", QUERIES,
     ),
     _corpus(
         "last-ties-of-all",

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from alphatoken.cli.options import CommandParser, add_options
 from alphatoken.errors import ConfigError
 from alphatoken.support.options import option
+from alphatoken_lab.runner.cell_options import CellOptions
 from alphatoken_lab.runner.grid_file import GridOptions, read_grid
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from alphatoken_lab.runner.records import Record
 
 __all__ = [
-    "CellOptions", "CompareOptions", "check_measures", "look_up_tasks", "parse", "print_results",
+    "CompareOptions", "check_measures", "look_up_tasks", "parse", "print_results",
     "run", "run_cells",
 ]  # fmt: skip
 
@@ -46,24 +47,6 @@ a grid without a file
 
 Any other option of the trainer is passed on to every cell: --max_steps 100. docs/compare.md
 explains the grid's file, docs/evaluate.md lm-eval, exported answers and executed code."""
-
-
-@dataclass(kw_only=True)
-class CellOptions:
-    """Options for running the cells."""
-
-    processes: int = option(1, "number of cells at a time, or in the queue at a time")
-    devices: str | None = option(None, "indices of the GPUs for cells: 0,1,2,3")
-    devices_per_cell: int = option(
-        1, "number of GPUs of one cell; its global batch stays", at_least=1, metavar="GPUS"
-    )
-    launcher: Literal["local", "slurm", "submitit-local"] = option(
-        "local", "this machine, or a queue by submitit"
-    )
-    queue: str | None = option(None, "submitit's parameters: slurm_partition=gpu,timeout_min=600")
-    only_report: bool = option(False, "write the tables of finished cells, run nothing")
-    quiet: bool = option(False, "show no progress")
-    traceback: bool = option(False, "show the whole traceback of an error")
 
 
 @dataclass(kw_only=True)

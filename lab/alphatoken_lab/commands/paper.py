@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from alphatoken.cli.options import CommandParser, add_options
 from alphatoken.errors import ConfigError
-from alphatoken.support.options import option
-from alphatoken_lab.commands.compare import CellOptions
+from alphatoken_lab.paper.options import PaperOptions
 
 if TYPE_CHECKING:
     from alphatoken_lab.paper.work import Work
 
-__all__ = ["PaperOptions", "parse", "prepare_rows", "run"]
+__all__ = ["parse", "prepare_rows", "run"]
 
 _ABOUT = """\
 Make a table or figure of the paper: train what it compares, measure it, and lay it out as there,
@@ -45,35 +43,6 @@ examples
 _LIST = """\
 Each by its label: alphatoken-lab paper NAME [--scale full|laptop]; --dry_run says what each of its
 cells trains. Several tables share cells; a cell is trained once."""
-
-
-@dataclass(kw_only=True)
-class _What:
-    """Options for tables and figures."""
-
-    scale: Literal["full", "laptop"] = option("full", "run as in the paper, or in small")
-    dry_run: bool = option(False, "list trainings and missing files, and stop")
-    seeds: list[int] | None = option(None, "seeds (default: 0 1 2)")
-    output_dir: str = option("runs/paper", "folder for cells, tables and figures")
-    budget: str = option("10m", "time limit of a diagnostic for a figure, or none")
-
-
-@dataclass(kw_only=True)
-class _Inputs:
-    """Options for models and rows."""
-
-    evaluation_dir: str = option("paper-evaluation", "full: files of benchmarks and questions")
-    model: str | None = option(None, "laptop: another model than SmolLM2-135M-Instruct")
-    train_file: str | None = option(None, "laptop: rows (pairs) to train on, cut into all parts")
-    target_file: str | None = option(None, "laptop: held-out rows (pairs); else cut from those")
-    warm_file: str | None = option(None, "laptop: rows of the warm-up before preferences")
-    retention_file: str | None = option(None, "laptop: rows that must not be forgotten")
-    probes_file: str | None = option(None, "laptop: rows whose states are compared")
-
-
-@dataclass(kw_only=True)
-class PaperOptions(_What, _Inputs, CellOptions):
-    """Everything that ``alphatoken-lab paper`` itself is told."""
 
 
 def parse(words: Sequence[str]) -> tuple[str | None, PaperOptions, list[str]]:

@@ -8,16 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from alphatoken.errors import ConfigError
 from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit
+from alphatoken_lab.paper.options import PaperOptions
 from alphatoken_lab.runner.folder import GridFolder
 from alphatoken_lab.runner.grid import REFERENCES, Cell, Grid, all_cells
 from alphatoken_lab.runner.grid_file import GridOptions, read_grid
-
-if TYPE_CHECKING:
-    from alphatoken_lab.commands.paper import PaperOptions
 
 __all__ = ["Work"]
 
