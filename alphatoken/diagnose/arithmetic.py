@@ -57,7 +57,7 @@ class Arithmetic:
     tf32: bool = False
 
     def on(self, device: str, loaded: set[torch.dtype]) -> bool:
-        """Whether it is tried; off CUDA float16 only where the weights were loaded in it."""
+        """Return whether it is tried; off CUDA float16 only if weights were loaded in it."""
         return device == "cuda" or not (
             self.tf32 or (self.weights == torch.float16 and torch.float16 not in loaded)
         )
