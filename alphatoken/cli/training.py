@@ -152,7 +152,7 @@ def check_output(arguments: Any) -> None:
     Raises:
         ConfigError: it is not empty, or a file. DataError: it cannot be written.
     """
-    from alphatoken.corpus.folder import require_writable
+    from alphatoken.support.resume import require_writable
 
     folder = Path(arguments.training.output_dir)
     if not _first():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from alphatoken import Scorer
 from alphatoken.corpus.blocks import BlockValuer
-from alphatoken.corpus.job import Job, open_job
+from alphatoken.corpus.job import Job, load_job
 from alphatoken.corpus.options import ScoreOptions
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.support.progress import Tracker
@@ -154,7 +154,7 @@ class _Actor:
     """One of Ray's workers: a model of its own, which values the blocks that it is handed."""
 
     def __init__(self, options: ScoreOptions) -> None:
-        job = open_job(options)
+        job = load_job(options)
         self._valuer = BlockValuer(job, job.scorer())
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:

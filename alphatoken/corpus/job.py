@@ -1,4 +1,4 @@
-"""Inputs of the values: read and checked once, sealed in the output folder, opened anywhere.
+"""Inputs of the values: read and checked once, saved in the output folder, loaded anywhere.
 
 OUT/run.json                 settings; the same at a resumed run
 OUT/job/job.json             where the rows are, which of them are held out
@@ -6,9 +6,8 @@ OUT/job/job.json             where the rows are, which of them are held out
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer
-from alphatoken.corpus.folder import examples_digest, read_manifest
 from alphatoken.corpus.kept_rows import require_json
 from alphatoken.corpus.options import ScoreOptions
 from alphatoken.corpus.queries import encode_queries, query_rows, read_as
@@ -26,15 +24,36 @@ from alphatoken.data import EncodeReport, Example, Row, batches, encode_rows, le
 from alphatoken.data.source import find_source, source_of
 from alphatoken.errors import ConfigError
 from alphatoken.support.progress import Tracker
-from alphatoken.support.storage import file_digest, weights_digest, write_json
+from alphatoken.support.resume import (
+    changed_settings,
+    content_digest,
+    file_digest,
+    read_run,
+    refuse_changes,
+    weights_digest,
+)
+from alphatoken.support.storage import write_json
 
-__all__ = ["Job", "on_device", "open_job", "prepare_job", "prepare_rows", "seal_job"]
+__all__ = [
+    "Job",
+    "examples_digest",
+    "load_job",
+    "on_device",
+    "prepare_job",
+    "prepare_rows",
+    "save_job",
+]
 
 _FILES = 1024
 """Files that the rows are spread over where nothing else is asked for."""
 
 _LEAST = 64
 """Rows of a file, at least, where nothing else is asked for."""
+
+
+def examples_digest(examples: Iterable[Example]) -> str:
+    """Digest of rows, ids and labels: of the data, the tokenizer and how it was used, in one."""
+    return content_digest([one.row.index, one.input_ids, one.labels] for one in examples)
 
 
 def on_device(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -271,7 +290,7 @@ def _block(rows: int) -> int:
     return max(_LEAST, -(-rows // _FILES // _LEAST) * _LEAST)
 
 
-def seal_job(job: Job) -> None:
+def save_job(job: Job) -> None:
     """Write down what another process needs to value the same rows the same way."""
     document = {
         "settings": job.settings,
@@ -284,26 +303,23 @@ def seal_job(job: Job) -> None:
     write_json(path, document, default=str)
 
 
-def open_job(options: ScoreOptions) -> Job:
-    """The job that was sealed in the output folder, in another process.
+def load_job(options: ScoreOptions) -> Job:
+    """The job that was saved in the output folder, in another process.
 
     Raises:
         DataError: there is none, or its files changed. ConfigError: it is another one.
     """
-    document = read_manifest(options.folder / "job" / "job.json")
+    document = read_run(options.folder / "job" / "job.json")
     corpus, fisher = _corpus(options, source_of(document["source"]))
     drawn = document["drawn"]
     corpus = replace(corpus, drawn=frozenset(drawn), held=frozenset(document["held"]))
     rows = (corpus.row(index) for index in drawn)
     held = _given_rows(options) or [row for row in rows if isinstance(row, Row)]
     job = _job(options, corpus, held, fisher)
-    due, found = document["settings"], json.loads(json.dumps(job.settings, default=str))
-    differing = [key for key in due if due[key] != found.get(key)]
-    if differing:
-        raise ConfigError(
-            "this process does not have what the job was made with",
-            got=f"{differing[0]}: {found.get(differing[0])!r}, not {due[differing[0]]!r}",
-            why="its values would not be those of the other processes",
-            remedy="the same model, files and options on every machine",
-        )
+    refuse_changes(
+        changed_settings(document["settings"], job.settings),
+        what="this process does not have what the job was made with",
+        why="its values would not be those of the other processes",
+        remedy="the same model, files and options on every machine",
+    )
     return job

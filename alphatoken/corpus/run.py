@@ -1,4 +1,4 @@
-"""A run over a corpus: read and seal the job, have its blocks valued, write what follows."""
+"""A run over a corpus: read and save the job, have its blocks valued, write what follows."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from alphatoken.corpus.engines import Launched, check_engine, launched, value_blocks, value_with_ray
-from alphatoken.corpus.folder import (
-    collected_warnings,
-    read_manifest,
-    refuse_foreign,
-    require_writable,
-    same_settings,
-)
-from alphatoken.corpus.job import Job, open_job, prepare_job, seal_job
+from alphatoken.corpus.job import Job, load_job, prepare_job, save_job
 from alphatoken.corpus.options import ScoreOptions
 from alphatoken.corpus.results import write_results
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, collected_warnings
 from alphatoken.select.masks import keep_count
 from alphatoken.support.locks import try_lock
 from alphatoken.support.progress import shown_progress
+from alphatoken.support.resume import (
+    check_output_folder,
+    read_run,
+    refuse_other_run,
+    require_writable,
+)
 from alphatoken.support.storage import write_json
 
 __all__ = ["score_corpus"]
@@ -63,16 +62,19 @@ def _lead(options: ScoreOptions, here: Launched) -> None:
     """The first process: all but the blocks of others."""
     start, folder = time.monotonic(), options.folder
     with _alone(folder), collected_warnings() as warned:
-        made = [folder / "values", folder / "job", folder / "rows.jsonl"]
-        refuse_foreign(
-            folder / "run.json", made, resume=options.resume, overwrite=options.overwrite_output
+        check_output_folder(
+            folder / "run.json",
+            [folder / "values", folder / "job", folder / "rows.jsonl"],
+            "score",
+            resume=options.resume,
+            overwrite=options.overwrite_output,
         )
         job = prepare_job(options)
         _open(job)
         scorer = job.scorer()
         numbers = job.missing()
         if numbers:
-            seal_job(job)
+            save_job(job)
         here.wait()
         if options.engine == "ray" and numbers:
             value_with_ray(job, numbers)
@@ -107,8 +109,8 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _follow(options: ScoreOptions, here: Launched) -> None:
     """Any other process that a launcher started."""
-    here.wait()  # until the job is sealed
-    job = open_job(options)
+    here.wait()  # until the job is saved
+    job = load_job(options)
     if numbers := here.share(job.missing()):
         value_blocks(job, job.scorer(), numbers)
     here.wait()
@@ -125,9 +127,9 @@ def _open(job: Job) -> None:
         for name in ("summary.json", "report.html", "bad_rows.jsonl", "rows.jsonl"):
             (folder / name).unlink(missing_ok=True)
     if manifest.exists():
-        same_settings(read_manifest(manifest)["settings"], job.settings)
+        refuse_other_run(read_run(manifest)["settings"], job.settings)
     (folder / "values").mkdir(parents=True, exist_ok=True)
     for leftover in (folder / "values").glob(".part-*.tmp"):  # of a process that was killed
         leftover.unlink()
     if not manifest.exists():
-        write_json(manifest, {"settings": job.settings}, default=str)
+        write_json(manifest, {"command": "score", "settings": job.settings}, default=str)

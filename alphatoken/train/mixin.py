@@ -42,7 +42,7 @@ from alphatoken.train.fused_head import require_fused_head
 from alphatoken.train.gradient_weights import GradientWeightedModel
 from alphatoken.train.hooks import require_hooks
 from alphatoken.train.identity import (
-    content_digest,
+    dataset_digest,
     frozen_fingerprint,
     library_versions,
     run_options,
@@ -624,7 +624,7 @@ class AlphaTrainerMixin(_Base):
             "processes": self.args.world_size,
             "trainer": type(self).__name__,
             "options": run_options(self.args),
-            "data": {name: content_digest(data) for name, data in self.alpha_data().items()},
+            "data": {name: dataset_digest(data) for name, data in self.alpha_data().items()},
             "frozen_weights": frozen_fingerprint(self.model),
             "reference_weights": self._reference_digest,
             "versions": library_versions(),

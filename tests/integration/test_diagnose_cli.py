@@ -31,7 +31,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.registry import DIAGNOSTICS, find
 from alphatoken.fidelity.subject import Subject
-from alphatoken.support.storage import weights_digest
+from alphatoken.support.resume import weights_digest
 from tests.integration import small_world
 from tests.integration.small_world import flags, saved_model, write_rows
 from tests.places import nightly

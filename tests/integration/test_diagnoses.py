@@ -14,7 +14,7 @@ import torch
 from alphatoken.fidelity import registry
 from alphatoken.fidelity.diagnosis import Diagnosis
 from alphatoken.fidelity.subject import Subject
-from alphatoken.support.storage import weights_digest
+from alphatoken.support.resume import weights_digest
 from tests.integration.subjects import RETENTION, examples, model, subject
 from tests.places import nightly
 

@@ -76,7 +76,7 @@ def run(words: Sequence[str]) -> int:
     options, more = parse(words)
     if options.cell is not None:
         return _cell(Path(options.cell), options.code_container)
-    from alphatoken.corpus.folder import require_writable
+    from alphatoken.support.resume import require_writable
     from alphatoken_lab.compare.folder import GridFolder
     from alphatoken_lab.compare.grid import all_cells
 

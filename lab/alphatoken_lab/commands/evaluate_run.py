@@ -11,10 +11,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from alphatoken.corpus.folder import require_writable
 from alphatoken.data import read_records
 from alphatoken.data.pairs import CHOSEN, REJECTED
 from alphatoken.errors import ConfigError
+from alphatoken.support.resume import require_writable
 from alphatoken.support.storage import write_json, write_text
 from alphatoken.train.loading import (
     ModelParts,

@@ -113,7 +113,7 @@ def run(words: Sequence[str]) -> int:
 
 def _check(options: MergeOptions, out: Path) -> Encoded:
     """Check all that can be checked before loading a model; tokens of the rows to measure."""
-    from alphatoken.corpus.folder import require_writable
+    from alphatoken.support.resume import require_writable
     from alphatoken.train.loading import find_limits, find_parts, load_tokenizer
     from alphatoken_lab.compare.evaluate import encode_files, read_files
     from alphatoken_lab.compare.measures import Measures

@@ -30,7 +30,7 @@ def run(asked: Asked) -> int:
     work = Work(exhibit, options, asked.more)
     if options.dry_run:
         return _show(work)
-    from alphatoken.corpus.folder import require_writable
+    from alphatoken.support.resume import require_writable
 
     require_writable(work.root)
     if options.scale == LAPTOP:
@@ -162,7 +162,7 @@ def _prepare_rows(work: Work) -> None:
     Raises:
         ConfigError: they are there, were made of others, and are to be trained on.
     """
-    from alphatoken.support.storage import file_digest
+    from alphatoken.support.resume import file_digest
     from alphatoken_lab.paper.rows import SOURCES, write_rows
 
     asked = {name: getattr(work.options, f"{name}_file") for name in SOURCES[work.family]}

@@ -41,7 +41,7 @@ class TableHeader:
 
     Attributes:
         kind: what was computed, in a word.
-        model: digest of the weights (``alphatoken.support.storage.weights_digest``), or "".
+        model: digest of the weights (``alphatoken.support.resume.weights_digest``), or "".
         data: ``alphatoken.train.documents.rows_fingerprint`` of the rows, or "".
         settings: everything else, as plain JSON values.
     """
