@@ -13,7 +13,10 @@ from typing import Any
 
 from alphatoken.cli.diagnose import ALL, entries_of
 from alphatoken.cli.options import CommandParser, add_option, add_options, kinds_of, option
-from alphatoken.corpus.options import (
+from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.fidelity.registry import Entry
+from alphatoken.fidelity.subject import Subject
+from alphatoken.score.options import (
     BudgetOptions,
     EarlierOptions,
     LeftOutOptions,
@@ -22,9 +25,6 @@ from alphatoken.corpus.options import (
     RunningOptions,
     ValuationOptions,
 )
-from alphatoken.errors import AlphaTokenError, ConfigError
-from alphatoken.fidelity.registry import Entry
-from alphatoken.fidelity.subject import Subject
 
 __all__ = [
     "PROMPTS",

@@ -24,7 +24,7 @@ from alphatoken.fidelity.page import LEAD, section_of
 from alphatoken.fidelity.registry import DIAGNOSTICS, Entry
 from alphatoken.fidelity.rounds import diagnosed_before
 from alphatoken.fidelity.subject import Subject, require_retention
-from alphatoken.report.page import render_page
+from alphatoken.score.page import render_page
 from alphatoken.support.progress import shown_progress
 from alphatoken.support.resume import (
     check_output_folder,

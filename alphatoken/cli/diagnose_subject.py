@@ -13,13 +13,13 @@ from torch import nn
 
 from alphatoken import FisherDrift
 from alphatoken.cli.diagnose_options import PROMPTS, SIZES, DiagnoseOptions
-from alphatoken.corpus.job import examples_digest
-from alphatoken.corpus.notes import about_encoding, about_pools
-from alphatoken.corpus.rows import encode_some
 from alphatoken.data import EncodeOptions, Example, Fields, Pools, Row, read_rows, split_pools
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.fidelity.intervals import FEWEST
 from alphatoken.fidelity.subject import Subject
+from alphatoken.score.job import examples_digest
+from alphatoken.score.notes import about_encoding, about_pools
+from alphatoken.score.rows import encode_some
 from alphatoken.select.masks import keep_count
 from alphatoken.support.resume import file_digest, weights_digest
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal
 
 from alphatoken.cli.options import option, read_options
-from alphatoken.corpus.options import (
+from alphatoken.score.options import (
     LAYERS,
     PARAMETERS,
     ModelOptions,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from alphatoken.cli.options import option
-from alphatoken.corpus.options import BadRowOptions, ColumnOptions, LeftOutOptions
+from alphatoken.score.options import BadRowOptions, ColumnOptions, LeftOutOptions
 
 __all__ = ["SOURCES", "RowArguments", "RunArguments"]
 

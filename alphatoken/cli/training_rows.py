@@ -18,8 +18,8 @@ from alphatoken.data.markers import is_filled, require_one_form
 from alphatoken.data.rows import KEEP_MARKS, UNLEARNED
 from alphatoken.data.source import Found, each_row, find_source
 from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.model.loading import rows_tokenizer
 from alphatoken.train.datasets import is_longer, pair_problem, preference_record
-from alphatoken.train.loading import rows_tokenizer
 
 __all__ = ["Item", "RowReader", "check_source", "evaluates"]
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from alphatoken.errors import require_choice
 from alphatoken.fidelity.clouds import density_of, ellipse_of
 from alphatoken.fidelity.diagnosis import Drawing, Table
-from alphatoken.report.drawing import COLOURS, DASHES, MARKERS, SEQUENTIAL, canvas, svg_text
+from alphatoken.score.drawing import COLOURS, DASHES, MARKERS, SEQUENTIAL, canvas, svg_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

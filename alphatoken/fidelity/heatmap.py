@@ -25,8 +25,7 @@ from alphatoken.fidelity.result import conclude
 from alphatoken.fidelity.subject import Subject
 from alphatoken.fidelity.token_text import KINDS, heatmap_figure, kind_of, normalised
 from alphatoken.fidelity.valuing import retention_term, scorer_for
-from alphatoken.report import COMPONENTS
-from alphatoken.report.examples import visible
+from alphatoken.score.values import COMPONENTS, visible
 
 __all__ = ["Options", "Valued", "diagnose", "kinds_of", "shares_of"]
 

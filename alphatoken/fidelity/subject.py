@@ -21,7 +21,7 @@ from alphatoken.estimate.estimators import WALK
 from alphatoken.fidelity.stepping import fine_tuned, usual_rate
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
-from alphatoken.report.examples import COMPONENTS
+from alphatoken.score.values import COMPONENTS
 from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.fidelity.diagnosis import Drawing, Table
-from alphatoken.report.drawing import colour_of
-from alphatoken.report.numbers import number as written
+from alphatoken.score.drawing import colour_of
+from alphatoken.score.page import number as written
 
 __all__ = [
     "KINDS",

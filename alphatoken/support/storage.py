@@ -23,6 +23,7 @@ from alphatoken.errors import AlphaTokenError, DataError
 from alphatoken.support.resume import tensor_digest
 
 __all__ = [
+    "LFS",
     "flush",
     "read_json",
     "read_tensors",
@@ -32,6 +33,9 @@ __all__ = [
     "write_tensors",
     "write_text",
 ]
+
+LFS = b"version https://git-lfs"
+"""First bytes of a pointer of Git LFS, which stands in place of a file."""
 
 
 @contextmanager

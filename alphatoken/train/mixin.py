@@ -33,6 +33,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torc
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.batch import label_mask, predicted_labels
+from alphatoken.model.loading import model_name, unsaid
 from alphatoken.support.storage import write_text
 from alphatoken.train.checkpoint import STAGING, RunCheckpoints
 from alphatoken.train.checks import check_given, check_run, check_tokens
@@ -55,7 +56,6 @@ from alphatoken.train.layouts import (
 )
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.loading import model_name, unsaid
 from alphatoken.train.micro_batch import CARRIED, Carried, MicroBatch
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import chosen_policy

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers import PrinterCallback
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.model.loading import text_tokenizer
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.identity import run_options
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.layouts import layout
-from alphatoken.train.loading import text_tokenizer
 from alphatoken.train.placement import cache_folder
 from alphatoken.train.policies.trained_weights import copied
 from alphatoken.train.policy import PolicyStage, TokenPolicy

@@ -24,19 +24,19 @@ from alphatoken.data.reading import Columns
 from alphatoken.data.rows import CHANGING, CHATS, PROMPTS, RESPONSES, ROLES, THOUGHTS
 from alphatoken.errors import DataError, InputError
 from alphatoken.model.batch import IGNORE
+from alphatoken.model.loading import (
+    find_parts,
+    load_tokenizer,
+    model_name,
+    rows_tokenizer,
+    text_tokenizer,
+)
 from alphatoken.train.datasets import (
     columns_of,
     pair_problem,
     plain_rows,
     response_text,
     usable_rows,
-)
-from alphatoken.train.loading import (
-    find_parts,
-    load_tokenizer,
-    model_name,
-    rows_tokenizer,
-    text_tokenizer,
 )
 from alphatoken.train.python_texts import (
     notes_of_texts,

@@ -17,8 +17,8 @@ from alphatoken.errors import DataError
 from alphatoken.fidelity.diagnosis import Diagnosis, Drawing, Table
 from alphatoken.fidelity.intervals import Estimate
 from alphatoken.fidelity.page import LEAD, MOST_ROWS, section_of
-from alphatoken.report.drawing import canvas, svg_text
-from alphatoken.report.page import Section, render_page
+from alphatoken.score.drawing import canvas, svg_text
+from alphatoken.score.page import Section, render_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.pictures]
 

@@ -130,7 +130,7 @@ def test_lm_eval_scores_the_answers_in_the_container(engine: Path, tasks: Path) 
 def test_a_model_answers_here_and_nothing_of_it_runs_here(
     engine: Path, tasks: Path, tmp_path: Path, library_decoder: Path
 ) -> None:
-    from alphatoken.train.loading import load_causal_model, load_tokenizer
+    from alphatoken.model.loading import load_causal_model, load_tokenizer
     from alphatoken_lab.compare.harness import load_tasks, task_scores
 
     with pytest.raises(ConfigError, match="--code_container IMAGE"):

@@ -12,7 +12,7 @@ import yaml
 from tokenizers.normalizers import Lowercase
 
 from alphatoken.data import encode_rows, read_rows
-from alphatoken.train.loading import load_causal_model, load_tokenizer
+from alphatoken.model.loading import load_causal_model, load_tokenizer
 from alphatoken_lab.compare.evaluate import mean_response_loss
 from tests.both_programs import main
 from tests.rows import jsonl

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alphatoken.corpus.blocks import BlockValuer
-from alphatoken.corpus.job import prepare_job
-from alphatoken.corpus.options import ScoreOptions
 from alphatoken.data import collate
 from alphatoken.oracle.gradients import label_values, validation_gradient
-from alphatoken.report import read_values
+from alphatoken.score import read_values
+from alphatoken.score.engines import BlockValuer
+from alphatoken.score.job import prepare_job
+from alphatoken.score.options import ScoreOptions
 from tests.property.tolerance import close
 from tests.rows import jsonl
 from tests.tiny_language import make_model, make_tokenizer

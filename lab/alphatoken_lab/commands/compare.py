@@ -371,7 +371,7 @@ def _load(
     from trl.trainer.utils import get_quantization_config
 
     from alphatoken.cli.training import load_tokenizer, model_options
-    from alphatoken.train.loading import load_for_training
+    from alphatoken.model.loading import load_for_training
 
     arguments = _arguments(path, command, options)
     own = model_options(arguments)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from alphatoken.cli.options import option, read_options
-from alphatoken.corpus.options import ColumnOptions, ModelOptions
+from alphatoken.score.options import ColumnOptions, ModelOptions
 
 __all__ = ["EvaluateOptions", "read"]
 

@@ -14,15 +14,15 @@ from typing import Any
 from alphatoken.data import read_records
 from alphatoken.data.pairs import CHOSEN, REJECTED
 from alphatoken.errors import ConfigError
-from alphatoken.support.resume import require_writable
-from alphatoken.support.storage import write_json, write_text
-from alphatoken.train.loading import (
+from alphatoken.model.loading import (
     ModelParts,
     find_limits,
     find_parts,
     load_causal_model,
     load_tokenizer,
 )
+from alphatoken.support.resume import require_writable
+from alphatoken.support.storage import write_json, write_text
 from alphatoken_lab.commands.compare_grid import expanded, require_known
 from alphatoken_lab.commands.evaluate import EvaluateOptions
 from alphatoken_lab.compare.evaluate import encode_files, measure, read_files, require_template

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alphatoken.cli.options import option, read_options
-from alphatoken.corpus.options import ColumnOptions
 from alphatoken.errors import ConfigError, FisherError
+from alphatoken.score.options import ColumnOptions
 
 if TYPE_CHECKING:
     from alphatoken_lab.compare.evaluate import Encoded
@@ -113,8 +113,8 @@ def run(words: Sequence[str]) -> int:
 
 def _check(options: MergeOptions, out: Path) -> Encoded:
     """Check all that can be checked before loading a model; tokens of the rows to measure."""
+    from alphatoken.model.loading import find_limits, find_parts, load_tokenizer
     from alphatoken.support.resume import require_writable
-    from alphatoken.train.loading import find_limits, find_parts, load_tokenizer
     from alphatoken_lab.compare.evaluate import encode_files, read_files
     from alphatoken_lab.compare.measures import Measures
     from alphatoken_lab.methods.merge import check_folders
@@ -143,7 +143,7 @@ def _check(options: MergeOptions, out: Path) -> Encoded:
 
 def _refuse_adapters(options: MergeOptions) -> None:
     """Refuse the folder of an adapter where a model is to be named."""
-    from alphatoken.train.model_folder import is_adapter
+    from alphatoken.model.folder import is_adapter
 
     for flag, folder in (("--before", options.before), ("--after", options.after)):
         if folder is not None and is_adapter(folder):
@@ -196,7 +196,7 @@ def _merge_adapter(options: MergeOptions, out: Path, alpha: float) -> None:
     """The base plus alpha times the delta: peft merges, the formula does the rest."""
     import torch
 
-    from alphatoken.train.loading import (
+    from alphatoken.model.loading import (
         find_parts,
         load_causal_model,
         load_tokenizer,
@@ -249,8 +249,8 @@ def _measure(rows: Encoded, folders: dict[float, Path], path: Path) -> None:
     """Losses of each merged model, printed and written."""
     if not rows:
         return
+    from alphatoken.model.loading import load_causal_model
     from alphatoken.support.storage import write_json
-    from alphatoken.train.loading import load_causal_model
     from alphatoken_lab.compare.evaluate import mean_response_loss
 
     found = []

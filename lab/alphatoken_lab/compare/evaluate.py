@@ -34,11 +34,11 @@ from alphatoken.data import (
 from alphatoken.data.markers import require_one_form
 from alphatoken.errors import ConfigError, DataError, NumericalError
 from alphatoken.model.batch import label_mask
+from alphatoken.model.loading import Limits, limits_of
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.support.progress import ProgressSink, Tracker
-from alphatoken.train.loading import Limits, limits_of
 from alphatoken_lab.compare.measures import Measures, Score
 from alphatoken_lab.compare.scores import Prepared, prepare, scores
 

@@ -119,7 +119,7 @@ class LikelihoodJudge:
         Raises:
             ConfigError: there is no such folder.
         """
-        from alphatoken.train.loading import load_causal_model, load_tokenizer
+        from alphatoken.model.loading import load_causal_model, load_tokenizer
 
         if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
             raise ConfigError("the judge's model does not exist", got=model)

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alphatoken.data.file_kinds import LFS
 from alphatoken.errors import AlphaTokenWarning, ModelError, UnsupportedError, warn_caller
+from alphatoken.support.storage import LFS
 
 __all__ = [
     "is_adapter",

@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 
 from alphatoken.data.source import RowSource
 from alphatoken.errors import DataError
-from alphatoken.report import read_values
-from alphatoken.report.examples import IGNORE
-from alphatoken.report.files import read_row_values
+from alphatoken.score.values import IGNORE, read_row_values, read_values
 from alphatoken.select.masks import keep_count
 from alphatoken.support.storage import replacing
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.report.examples import COMPONENTS, ScoredExample, visible
-from alphatoken.report.numbers import number
-from alphatoken.report.page import Column, Section, ShownTable, environment, render_page
-from alphatoken.report.statistics import Extreme, ValueSummary
+from alphatoken.score.page import Column, Section, ShownTable, environment, number, render_page
+from alphatoken.score.statistics import Extreme, ValueSummary
+from alphatoken.score.values import COMPONENTS, ScoredExample, visible
 from alphatoken.support.storage import write_text
 
 __all__ = ["setting_tiles", "shown_example", "shown_examples", "window", "write_report"]
@@ -50,7 +49,7 @@ def write_report(
 
     Args:
         path: the HTML file.
-        summary: from :func:`alphatoken.report.summarise`.
+        summary: from :func:`alphatoken.score.summarise`.
         title: heading of the page.
         settings: what was run, shown as a table.
         notes: sentences a reader must know before trusting the numbers.

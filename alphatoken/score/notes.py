@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from alphatoken import FisherDrift
-from alphatoken.corpus.job import Job
-from alphatoken.corpus.rows import Survey
 from alphatoken.data import EncodeReport
-from alphatoken.report import ValueSummary
+from alphatoken.score.job import Job
+from alphatoken.score.rows import Survey
+from alphatoken.score.statistics import ValueSummary
 from alphatoken.values import derivative_notes
 
 __all__ = ["about_encoding", "about_pools", "write_notes"]

@@ -16,13 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer
-from alphatoken.corpus.kept_rows import require_json
-from alphatoken.corpus.options import ScoreOptions
-from alphatoken.corpus.queries import encode_queries, query_rows, read_as
-from alphatoken.corpus.rows import Corpus, Survey, draw_rows, encode_some
 from alphatoken.data import EncodeReport, Example, Row, batches, encode_rows, leak_keys
 from alphatoken.data.source import find_source, source_of
 from alphatoken.errors import ConfigError
+from alphatoken.score.kept_rows import require_json
+from alphatoken.score.options import ScoreOptions
+from alphatoken.score.queries import encode_queries, query_rows, read_as
+from alphatoken.score.rows import Corpus, Survey, draw_rows, encode_some
 from alphatoken.support.progress import Tracker
 from alphatoken.support.resume import (
     changed_settings,

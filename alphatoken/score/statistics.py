@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.report.examples import COMPONENTS, ScoredExample
+from alphatoken.score.values import COMPONENTS, ScoredExample
 
 __all__ = ["ComponentSummary", "Extreme", "ValueSummary", "summarise", "worded"]
 

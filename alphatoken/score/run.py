@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from alphatoken.corpus.engines import Launched, check_engine, launched, value_blocks, value_with_ray
-from alphatoken.corpus.job import Job, load_job, prepare_job, save_job
-from alphatoken.corpus.options import ScoreOptions
-from alphatoken.corpus.results import write_results
 from alphatoken.errors import ConfigError, collected_warnings
+from alphatoken.score.engines import Launched, check_engine, launched, value_blocks, value_with_ray
+from alphatoken.score.job import Job, load_job, prepare_job, save_job
+from alphatoken.score.options import ScoreOptions
+from alphatoken.score.results import write_results
 from alphatoken.select.masks import keep_count
 from alphatoken.support.locks import try_lock
 from alphatoken.support.progress import shown_progress

@@ -1,31 +1,115 @@
-"""Distribution of blocks: this process, the processes of a launcher, or Ray's actors.
+"""Values of the rows of a block, written to one file; and who values which block.
 
-Blocks do not depend on each other and their files are whole or not there, so that an engine needs
-to do nothing but hand out the numbers of those that are missing.
+A block is a fixed stretch of the source, its batches are made within it, and its file is written
+whole or not at all. So any process may value any block, in any order and more than once, and the
+files hold the same values. (The error beside label values is that which the process measured last.)
+An engine does no more than hand out the numbers of missing blocks: to this process, to the
+processes of a launcher, or to Ray's actors.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from alphatoken import Scorer
-from alphatoken.corpus.blocks import BlockValuer
-from alphatoken.corpus.job import Job, load_job
-from alphatoken.corpus.options import ScoreOptions
+from alphatoken import Scorer, TokenValues, select_top
+from alphatoken.data import Example, collate
 from alphatoken.errors import ConfigError, ModelError
+from alphatoken.score.job import Job, load_job, on_device
+from alphatoken.score.options import ScoreOptions
+from alphatoken.score.values import COMPONENTS, ScoredExample, query_key, write_values
+from alphatoken.support.precision import float16_named
 from alphatoken.support.progress import Tracker
 
-__all__ = ["Launched", "check_engine", "launched", "value_blocks", "value_with_ray"]
+__all__ = ["BlockValuer", "Launched", "check_engine", "launched", "value_blocks", "value_with_ray"]
+
+
+class BlockValuer:
+    """Values blocks of a job, one at a time.
+
+    Args:
+        job: opened or prepared in this process.
+        scorer: of the same job, with its G.
+    """
+
+    def __init__(self, job: Job, scorer: Scorer) -> None:
+        self._job, self._scorer = job, scorer
+
+    def run(self, number: int, report: Callable[[int], None] = lambda _: None) -> None:
+        """Value block ``number`` and write its file.
+
+        Args:
+            number: of the block.
+            report: is told after each batch how many rows of the block are done.
+
+        Raises:
+            DataError: a row that must not be passed over, or a file that cannot be written.
+            ModelError: out of memory.
+        """
+        block = self._job.stretch(number)
+        rows = self._job.corpus.rows(block.start, block.stop)
+        examples = (row.example for row in rows if row.example is not None)
+
+        def valued() -> Iterator[ScoredExample]:
+            while batch := list(islice(examples, self._job.options.batch_size)):
+                yield from self._scored(batch)
+                report(batch[-1].row.index + 1 - block.start)
+
+        write_values(self._job.part(number), valued())
+
+    def _by_query(self, values: TokenValues) -> dict[str, Tensor]:
+        """Values (b, t) against each query; none where there are no queries."""
+        count = len(self._job.options.queries)
+        if not count:
+            return {}
+        if count == 1:
+            assert values.adaptation is not None
+            return {query_key(0): values.adaptation}
+        return {query_key(n): one for n, one in enumerate(values.by_batch().unbind(-1))}
+
+    def _scored(self, examples: Sequence[Example]) -> Iterator[ScoredExample]:
+        options = self._job.options
+        try:
+            values = self._scorer.score(on_device(collate(examples), self._job.model))
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                "out of memory",
+                got=str(error)[:200],
+                remedy="a smaller --per_device_train_batch_size or --max_length",
+            ) from None
+        scope = "batch" if options.scope == "dataset" else options.scope
+        with float16_named(self._job.model):
+            kept = select_top(values.total, values.mask, options.ratio, scope=scope)
+        columns = {c.key: getattr(values, c.key) for c in COMPONENTS} | self._by_query(values)
+        for index, example in enumerate(examples):
+            length = len(example.input_ids)
+            yield ScoredExample(
+                row=example.row.index,
+                place=example.row.place,
+                tokens=[],
+                ids=example.input_ids,
+                labels=example.labels,
+                kept=kept[index, :length].cpu().numpy(),
+                values={
+                    key: column[index, :length].cpu().numpy()
+                    for key, column in columns.items()
+                    if column is not None
+                },
+                derivative=values.derivative,
+                error=values.error,
+            )
+
 
 _PATIENCE = timedelta(days=30)
 """Time that processes wait for each other: as long as the slowest one values."""

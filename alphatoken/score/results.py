@@ -14,24 +14,16 @@ from typing import Any
 import numpy as np
 
 from alphatoken import Scorer
-from alphatoken.corpus.job import Job, on_device
-from alphatoken.corpus.kept_rows import row_ends, write_rows
-from alphatoken.corpus.notes import about_encoding, write_notes
-from alphatoken.corpus.queries import read_as
 from alphatoken.data import Example, Row, collate, token_texts
 from alphatoken.data.reading import short
 from alphatoken.errors import DataError, ModelError
-from alphatoken.report import (
-    ScoredExample,
-    ValueSummary,
-    read_values,
-    summarise,
-    write_report,
-    write_values,
-)
-from alphatoken.report.examples import responses
-from alphatoken.report.files import value_files
-from alphatoken.report.queries import QueryRanks, ShownQuery, write_query_report
+from alphatoken.score.job import Job, on_device
+from alphatoken.score.kept_rows import row_ends, write_rows
+from alphatoken.score.notes import about_encoding, write_notes
+from alphatoken.score.queries import QueryRanks, ShownQuery, read_as, write_query_report
+from alphatoken.score.statistics import ValueSummary, summarise
+from alphatoken.score.value_page import write_report
+from alphatoken.score.values import ScoredExample, read_values, responses, value_files, write_values
 from alphatoken.select.masks import top_mask
 from alphatoken.support.storage import write_json, write_jsonl
 from alphatoken.values import Certificate, derivative_text
