@@ -32,83 +32,85 @@ from alphatoken.score.values import COMPONENTS, ScoredExample, query_key, write_
 from alphatoken.support.precision import float16_named
 from alphatoken.support.progress import Tracker
 
-__all__ = ["BlockValuer", "Launched", "check_engine", "launched", "value_blocks", "value_with_ray"]
+__all__ = [
+    "Launched",
+    "check_engine",
+    "launched",
+    "value_block",
+    "value_blocks",
+    "value_with_ray",
+]
 
 
-class BlockValuer:
-    """Values blocks of a job, one at a time.
+def value_block(
+    job: Job, scorer: Scorer, number: int, report: Callable[[int], None] = lambda _: None
+) -> None:
+    """Value block ``number`` and write its file.
 
     Args:
-        job: opened or prepared in this process.
+        job: loaded or prepared in this process.
         scorer: of the same job, with its G.
+        number: of the block.
+        report: called after each batch with the number of rows of the block that are done.
+
+    Raises:
+        DataError: a row that must not be passed over, or a file that cannot be written.
+        ModelError: out of memory.
     """
+    block = job.stretch(number)
+    rows = job.corpus.rows(block.start, block.stop)
+    examples = (row.example for row in rows if row.example is not None)
 
-    def __init__(self, job: Job, scorer: Scorer) -> None:
-        self._job, self._scorer = job, scorer
+    def scored() -> Iterator[ScoredExample]:
+        while batch := list(islice(examples, job.options.batch_size)):
+            yield from _score_batch(job, scorer, batch)
+            report(batch[-1].row.index + 1 - block.start)
 
-    def run(self, number: int, report: Callable[[int], None] = lambda _: None) -> None:
-        """Value block ``number`` and write its file.
+    write_values(job.part(number), scored())
 
-        Args:
-            number: of the block.
-            report: is told after each batch how many rows of the block are done.
 
-        Raises:
-            DataError: a row that must not be passed over, or a file that cannot be written.
-            ModelError: out of memory.
-        """
-        block = self._job.stretch(number)
-        rows = self._job.corpus.rows(block.start, block.stop)
-        examples = (row.example for row in rows if row.example is not None)
+def _values_by_query(values: TokenValues, queries: int) -> dict[str, Tensor]:
+    """Values (b, t) against each query; none where there are no queries."""
+    if not queries:
+        return {}
+    if queries == 1:
+        assert values.adaptation is not None
+        return {query_key(0): values.adaptation}
+    return {query_key(n): one for n, one in enumerate(values.by_batch().unbind(-1))}
 
-        def valued() -> Iterator[ScoredExample]:
-            while batch := list(islice(examples, self._job.options.batch_size)):
-                yield from self._scored(batch)
-                report(batch[-1].row.index + 1 - block.start)
 
-        write_values(self._job.part(number), valued())
-
-    def _by_query(self, values: TokenValues) -> dict[str, Tensor]:
-        """Values (b, t) against each query; none where there are no queries."""
-        count = len(self._job.options.queries)
-        if not count:
-            return {}
-        if count == 1:
-            assert values.adaptation is not None
-            return {query_key(0): values.adaptation}
-        return {query_key(n): one for n, one in enumerate(values.by_batch().unbind(-1))}
-
-    def _scored(self, examples: Sequence[Example]) -> Iterator[ScoredExample]:
-        options = self._job.options
-        try:
-            values = self._scorer.score(on_device(collate(examples), self._job.model))
-        except torch.OutOfMemoryError as error:
-            raise ModelError(
-                "out of memory",
-                got=str(error)[:200],
-                remedy="a smaller --per_device_train_batch_size or --max_length",
-            ) from None
-        scope = "batch" if options.scope == "dataset" else options.scope
-        with float16_named(self._job.model):
-            kept = select_top(values.total, values.mask, options.ratio, scope=scope)
-        columns = {c.key: getattr(values, c.key) for c in COMPONENTS} | self._by_query(values)
-        for index, example in enumerate(examples):
-            length = len(example.input_ids)
-            yield ScoredExample(
-                row=example.row.index,
-                place=example.row.place,
-                tokens=[],
-                ids=example.input_ids,
-                labels=example.labels,
-                kept=kept[index, :length].cpu().numpy(),
-                values={
-                    key: column[index, :length].cpu().numpy()
-                    for key, column in columns.items()
-                    if column is not None
-                },
-                derivative=values.derivative,
-                error=values.error,
-            )
+def _score_batch(job: Job, scorer: Scorer, examples: Sequence[Example]) -> Iterator[ScoredExample]:
+    options = job.options
+    try:
+        values = scorer.score(on_device(collate(examples), job.model))
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            "out of memory",
+            got=str(error)[:200],
+            remedy="a smaller --per_device_train_batch_size or --max_length",
+        ) from None
+    scope = "batch" if options.scope == "dataset" else options.scope
+    with float16_named(job.model):
+        kept = select_top(values.total, values.mask, options.ratio, scope=scope)
+    columns = {c.key: getattr(values, c.key) for c in COMPONENTS}
+    columns |= _values_by_query(values, len(options.queries))
+    for index, example in enumerate(examples):
+        length = len(example.input_ids)
+        yield ScoredExample(
+            row=example.row.index,
+            place=example.row.place,
+            tokens=[],
+            ids=example.input_ids,
+            labels=example.labels,
+            kept=kept[index, :length].cpu().numpy(),
+            values={
+                key: column[index, :length].cpu().numpy()
+                for key, column in columns.items()
+                if column is not None
+            },
+            derivative=values.derivative,
+            error=values.error,
+        )
 
 
 _PATIENCE = timedelta(days=30)
@@ -154,10 +156,10 @@ class Launched:
 
 def launched() -> Launched:
     """Processes that the launcher's environment describes; one process without a launcher."""
-    known = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    if None in known.values():
+    numbers = [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+    if None in numbers:
         return Launched()
-    return Launched(*(int(str(number)) for number in known.values()))
+    return Launched(*(int(str(number)) for number in numbers))
 
 
 def check_engine(options: ScoreOptions, here: Launched) -> None:
@@ -223,12 +225,12 @@ def value_blocks(job: Job, scorer: Scorer, numbers: Sequence[int]) -> None:
     """Value these blocks in this process, one after the other.
 
     Raises:
-        KeyboardInterrupt: says how to go on. DataError, ModelError: of :class:`BlockValuer`.
+        KeyboardInterrupt: says how to go on. DataError, ModelError: of :func:`value_block`.
     """
-    valuer, done = BlockValuer(job, scorer), _Done(job, numbers)
+    done = _Done(job, numbers)
     try:
         for number in numbers:
-            valuer.run(number, done.within)
+            value_block(job, scorer, number, done.within)
             done.finish(number)
     except KeyboardInterrupt:
         raise done.interrupted() from None
@@ -238,12 +240,12 @@ class _Actor:
     """One of Ray's workers: a model of its own, which values the blocks that it is handed."""
 
     def __init__(self, options: ScoreOptions) -> None:
-        job = load_job(options)
-        self._valuer = BlockValuer(job, job.scorer())
+        self._job = load_job(options)
+        self._scorer = self._job.scorer()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         for number in batch["block"]:
-            self._valuer.run(int(number))
+            value_block(self._job, self._scorer, int(number))
         return {"block": batch["block"]}
 
 

@@ -67,7 +67,7 @@ class Job:
     """Everything that the values depend on, read and checked.
 
     Attributes:
-        options: what was asked for.
+        options: of the command.
         corpus: the rows to value.
         validation: encoded validation rows; ``encoded`` says what happened to them.
         fisher: of the stability term.
@@ -115,11 +115,11 @@ class Job:
         """
         options = self.options
         size = 1 if options.queries else options.batch_size
-        held = [on_device(b, self.model) for b in batches(self.validation, size)]
+        validation = [on_device(b, self.model) for b in batches(self.validation, size)]
         config = replace(options.config, standard_errors=len(options.queries) > 1)
         scorer = Scorer(
             self.model,
-            held or None,
+            validation or None,
             retention=self.fisher,
             config=config,
             reference=self.second,
@@ -186,13 +186,13 @@ def prepare_job(options: ScoreOptions) -> Job:
             why="its steps are on all of them together, and its values have no part of each",
             remedy="one --query, or --estimator label",
         )
-    corpus, held, fisher = prepare_rows(options)
+    corpus, validation, fisher = prepare_rows(options)
     reading = Tracker("Reading rows", corpus.source.rows, not options.quiet)
     survey = corpus.survey(reading.report)
-    survey.counts["validation"] = len(held)
+    survey.counts["validation"] = len(validation)
     if options.write_rows in ("mean", "sum"):
         require_json(corpus.source)
-    job = _job(options, corpus, held, fisher, survey)
+    job = _job(options, corpus, validation, fisher, survey)
     for query in job.validation if options.queries and not options.quiet else ():
         print(read_as(query), file=sys.stderr)
     return job
@@ -207,13 +207,13 @@ def prepare_rows(options: ScoreOptions) -> tuple[Corpus, list[Row], FisherDrift 
     corpus, fisher = _corpus(options, find_source(options.train_file).limited(options.limit))
     if options.reference is not None:
         _check_reference(options)
-    held, drawn = _given_rows(options), frozenset[int]()
+    validation, drawn = _validation_rows(options), frozenset[int]()
     if not (options.reference or options.queries or options.validation_file):
-        held = draw_rows(corpus, options.validation_rows or 0, options.seed)
-        drawn = frozenset(row.index for row in held)
+        validation = draw_rows(corpus, options.validation_rows or 0, options.seed)
+        drawn = frozenset(row.index for row in validation)
     # Of a query the rows that say the same are the answer that is looked for.
-    keys = frozenset(key for row in held if not options.queries for key in leak_keys(row))
-    return replace(corpus, drawn=drawn, held=keys), held, fisher
+    keys = frozenset(key for row in validation if not options.queries for key in leak_keys(row))
+    return replace(corpus, drawn=drawn, held=keys), validation, fisher
 
 
 def _corpus(options: ScoreOptions, source: Any) -> tuple[Corpus, FisherDrift | None]:
@@ -231,7 +231,7 @@ def _corpus(options: ScoreOptions, source: Any) -> tuple[Corpus, FisherDrift | N
     return corpus, fisher
 
 
-def _given_rows(options: ScoreOptions) -> list[Row]:
+def _validation_rows(options: ScoreOptions) -> list[Row]:
     """The queries; or rows of the validation file, by the named columns where a row has them.
 
     None where they are drawn from the training rows, or a second model stands in their place.
@@ -244,15 +244,15 @@ def _given_rows(options: ScoreOptions) -> list[Row]:
 def _job(
     options: ScoreOptions,
     corpus: Corpus,
-    held: list[Row],
+    rows: list[Row],
     fisher: FisherDrift | None,
     survey: Survey | None = None,
 ) -> Job:
     if options.queries:
-        validation, encoded = encode_queries(held, corpus.tokenizer, corpus.how)
+        validation, encoded = encode_queries(rows, corpus.tokenizer, corpus.how)
     else:
         encode = encode_rows if options.reference else partial(encode_some, what="validation")
-        validation, encoded = encode(held, corpus.tokenizer, corpus.how)
+        validation, encoded = encode(rows, corpus.tokenizer, corpus.how)
     model, path = options.model(), options.reference
     second = None if path is None else options.other(path).model()
     return Job(options, corpus, validation, encoded, fisher, model, survey, second)
@@ -314,8 +314,8 @@ def load_job(options: ScoreOptions) -> Job:
     drawn = document["drawn"]
     corpus = replace(corpus, drawn=frozenset(drawn), held=frozenset(document["held"]))
     rows = (corpus.row(index) for index in drawn)
-    held = _given_rows(options) or [row for row in rows if isinstance(row, Row)]
-    job = _job(options, corpus, held, fisher)
+    validation = _validation_rows(options) or [row for row in rows if isinstance(row, Row)]
+    job = _job(options, corpus, validation, fisher)
     refuse_changes(
         changed_settings(document["settings"], job.settings),
         what="this process does not have what the job was made with",

@@ -83,14 +83,14 @@ def interval(value: Cell, low: Cell, high: Cell) -> str:
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "not defined"
-    known = [one for one in (value, low, high) if isinstance(one, (int, float))]
-    known = [float(one) for one in known if math.isfinite(one)]
-    largest = max(map(abs, known), default=0.0)
-    if len(known) < 3 or not 1e-3 <= largest < 1e5:
+    finite = [one for one in (value, low, high) if isinstance(one, (int, float))]
+    finite = [float(one) for one in finite if math.isfinite(one)]
+    largest = max(map(abs, finite), default=0.0)
+    if len(finite) < 3 or not 1e-3 <= largest < 1e5:
         return f"{cell_text(value)} [{cell_text(low)}, {cell_text(high)}]"
-    width = known[2] - known[1] or 0.1 * largest
+    width = finite[2] - finite[1] or 0.1 * largest
     decimals = min(6, max(0, 1 - math.floor(math.log10(width))))
-    texts = [f"{one:.{decimals}f}".replace("-", _MINUS) for one in known]
+    texts = [f"{one:.{decimals}f}".replace("-", _MINUS) for one in finite]
     return f"{texts[0]} [{texts[1]}, {texts[2]}]"
 
 
@@ -113,10 +113,10 @@ class Picture:
     @property
     def width(self) -> int:
         """Its natural width in CSS pixels; a DataError where it is no SVG."""
-        found = _SIZE.search(self.svg)
-        if found is None:
+        size = _SIZE.search(self.svg)
+        if size is None:
             raise DataError("a figure is no SVG with a width", got=self.anchor)
-        return round(float(found[1]) * (4 / 3 if found[2] else 1))
+        return round(float(size[1]) * (4 / 3 if size[2] else 1))
 
 
 @dataclass(frozen=True)
@@ -233,15 +233,15 @@ def render_page(
 
 def environment() -> jinja2.Environment:
     """Environment of jinja2 that renders pages and their parts."""
-    made = jinja2.Environment(
+    pages = jinja2.Environment(
         loader=jinja2.PackageLoader("alphatoken.score", "."),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"visible": visible, "number": number, "address": _address}
-    return made
+    pages.filters |= {"visible": visible, "number": number, "address": _address}
+    return pages
 
 
 def anchor_of(text: str) -> str:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,14 @@ from alphatoken.errors import DataError
 from alphatoken.score.page import Section, number, render_page
 from alphatoken.score.statistics import worded
 from alphatoken.score.value_page import setting_tiles, shown_example, window
-from alphatoken.score.values import ScoredExample, query_key, visible
+from alphatoken.score.values import ScoredExample, query_key, responses, visible
 from alphatoken.support.storage import write_text
 
 __all__ = [
-    "QueryRanks",
-    "Ranked",
-    "ShownQuery",
+    "QueryRank",
     "encode_queries",
     "query_rows",
+    "rank_rows",
     "read_as",
     "write_query_report",
 ]
@@ -45,7 +44,7 @@ def query_rows(texts: Sequence[str], fields: Fields) -> list[Row]:
 
     Args:
         texts: the queries; plain text is valued from its first token to its end token.
-        fields: names of the columns of JSON objects, where they are not among the known ones.
+        fields: names of the columns of JSON objects, where they are not among the usual ones.
 
     Raises:
         DataError: a JSON object that is no row; the message names the query.
@@ -64,10 +63,10 @@ def _row(text: str, number: int, fields: Fields) -> Row:
 
 def _object(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
+        record = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 def encode_queries(
@@ -132,86 +131,70 @@ _READ = (
 )
 
 
-@dataclass(frozen=True)
-class ShownQuery:
-    """A query as a page shows it: its tokens, which of them are valued, how it was read."""
-
-    tokens: Sequence[str]
-    valued: Sequence[bool]
-    read_as: str
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """A training row and the sum of its values against one query."""
-
-    total: float
-    example: ScoredExample
-
-    def as_dict(self) -> dict[str, Any]:
-        """The row and its sum, for a summary file."""
-        return {"row": self.example.row, "place": self.example.place, "value": self.total}
+RankedRow = tuple[float, ScoredExample]
+"""The sum of a row's values against one query, and the row."""
 
 
 @dataclass
-class _Side:
-    """The rows that raise and that lower one query: their counts, and the extreme ones."""
-
-    raising: int = 0
-    lowering: int = 0
-    highest: list[Ranked] = field(default_factory=list)
-    lowest: list[Ranked] = field(default_factory=list)
-
-    def offer(self, found: Ranked) -> None:
-        """Count one row. Of equal sums the first one seen comes first; 0 is on neither side."""
-        if found.total > 0:
-            self.raising += 1
-            self.highest = heapq.nlargest(_ROWS, [*self.highest, found], key=attrgetter("total"))
-        elif found.total < 0:
-            self.lowering += 1
-            self.lowest = heapq.nsmallest(_ROWS, [*self.lowest, found], key=attrgetter("total"))
-
-
-class QueryRanks:
-    """Training rows by the sum of their values against each query, gathered in one pass.
+class QueryRank:
+    """Training rows by the sum of their values against one query.
 
         total_q(row)  =  sum over the row's response tokens of value_q
 
-    Args:
-        count: of the queries.
+    Attributes:
+        raising: number of rows with a positive sum.
+        lowering: number of rows with a negative one; 0 is on neither side.
+        highest: the rows with the largest sums, of equal ones the first.
+        lowest: those with the smallest.
     """
 
-    def __init__(self, count: int) -> None:
-        self.rows = 0
-        self.sides = [_Side() for _ in range(count)]
+    raising: int = 0
+    lowering: int = 0
+    highest: list[RankedRow] = field(default_factory=list)
+    lowest: list[RankedRow] = field(default_factory=list)
 
-    def through(self, examples: Iterable[ScoredExample]) -> Iterator[ScoredExample]:
-        """Yield the examples unchanged, and rank each as it passes."""
-        for example in examples:
-            self.rows += 1
-            for n, side in enumerate(self.sides):
-                values = example.values[query_key(n)][example.response]
-                side.offer(Ranked(float(values.sum(dtype=float)), example))
-            yield example
+    def add(self, total: float, example: ScoredExample) -> None:
+        """Count one row."""
+        if total > 0:
+            self.raising += 1
+            rows = [*self.highest, (total, example)]
+            self.highest = heapq.nlargest(_ROWS, rows, key=itemgetter(0))
+        elif total < 0:
+            self.lowering += 1
+            rows = [*self.lowest, (total, example)]
+            self.lowest = heapq.nsmallest(_ROWS, rows, key=itemgetter(0))
 
-    def as_dict(self) -> list[dict[str, Any]]:
-        """One entry a query, for a summary file."""
-        return [
-            {
-                "rows_raising": side.raising,
-                "rows_lowering": side.lowering,
-                "highest": [one.as_dict() for one in side.highest],
-                "lowest": [one.as_dict() for one in side.lowest],
-            }
-            for side in self.sides
-        ]
+    def as_dict(self) -> dict[str, Any]:
+        """Counts and extreme rows, for a summary file."""
+        highest, lowest = (
+            [{"row": row.row, "place": row.place, "value": total} for total, row in side]
+            for side in (self.highest, self.lowest)
+        )
+        return {
+            "rows_raising": self.raising,
+            "rows_lowering": self.lowering,
+            "highest": highest,
+            "lowest": lowest,
+        }
+
+
+def rank_rows(
+    examples: Iterable[ScoredExample], ranks: Sequence[QueryRank]
+) -> Iterator[ScoredExample]:
+    """Yield the examples unchanged; each is added to the rank of every query as it passes."""
+    for example in examples:
+        for n, rank in enumerate(ranks):
+            values = example.values[query_key(n)][example.response]
+            rank.add(float(values.sum(dtype=float)), example)
+        yield example
 
 
 def write_query_report(
     path: str | Path,
-    queries: Sequence[ShownQuery],
-    ranks: QueryRanks,
+    queries: Sequence[Example],
+    ranks: Sequence[QueryRank],
     *,
+    rows: int,
     title: str,
     texts: Callable[[Sequence[int]], list[str]],
     settings: Mapping[str, object],
@@ -220,15 +203,16 @@ def write_query_report(
 ) -> Path:
     """Write the page, whole or not at all, and return its path; options as of ``write_report``.
 
-    ``queries`` are in the order of the values' columns, ``ranks`` of the training rows, and
-    ``texts``, token ids -> text of each token, is asked for the rows that are shown.
+    ``queries`` and their ``ranks`` are in the order of the values' columns, ``rows`` is the number
+    of training rows, and ``texts``, token ids -> text of each token, is called for the queries and
+    the rows that are shown.
 
     Raises:
         DataError: the file could not be written; an old one is intact.
     """
     sections, lists = list[Section](), list[dict[str, Any]]()
-    for n, (query, side) in enumerate(zip(queries, ranks.sides, strict=True)):
-        section, shown = _section(n, query, side, texts)
+    for n, (query, rank) in enumerate(zip(queries, ranks, strict=True)):
+        section, shown = _section(n, query, rank, texts)
         sections.append(section)
         lists += shown
     html = render_page(
@@ -236,7 +220,7 @@ def write_query_report(
         _LEAD,
         sections,
         contents=len(queries) > 1,
-        tiles=[(number(ranks.rows), "training rows valued"), *setting_tiles(settings)],
+        tiles=[(number(rows), "training rows valued"), *setting_tiles(settings)],
         notes=[_HONEST, *notes],
         warnings=warnings,
         settings=settings,
@@ -247,12 +231,13 @@ def write_query_report(
 
 
 def _section(
-    n: int, query: ShownQuery, side: _Side, texts: Callable[[Sequence[int]], list[str]]
+    n: int, query: Example, rank: QueryRank, texts: Callable[[Sequence[int]], list[str]]
 ) -> tuple[Section, list[dict[str, Any]]]:
     """The section of one query, and the lists of rows that the page's script draws in it."""
-    key, html, lists = query_key(n), [_text(query)], []
-    found = {"raise": side.highest, "lower": side.lowest}
-    shown = {word: [_shown(one, key, texts) for one in rows] for word, rows in found.items()}
+    tokens, valued = texts(query.input_ids), responses(query.labels).tolist()
+    key, html, lists = query_key(n), [_text(tokens, valued)], []
+    ends = {"raise": rank.highest, "lower": rank.lowest}
+    shown = {word: [_shown(*row, key, texts) for row in rows] for word, rows in ends.items()}
     largest = max(
         (abs(v) for rows in shown.values() for e in rows for v in e["values"][key]), default=0
     )
@@ -271,25 +256,28 @@ def _section(
                 "saturation": largest,
             }
         )
-    read = f"{query.read_as[:1].upper()}{query.read_as[1:]}."
+    reading = read_as(query)
+    reading = f"{reading[:1].upper()}{reading[1:]}."
     section = Section(
         key.replace("_", "-"),
-        _short("".join(t for t, v in zip(query.tokens, query.valued, strict=True) if v)),
+        _short("".join(t for t, v in zip(tokens, valued, strict=True) if v)),
         name=f"Query {n + 1}",
-        verdict=f"{number(side.raising)} training rows raise it, {number(side.lowering)} lower it.",
-        remarks=[read, _READ] if n == 0 else [read],
+        verdict=f"{number(rank.raising)} training rows raise it, {number(rank.lowering)} lower it.",
+        remarks=[reading, _READ] if n == 0 else [reading],
         html="\n".join(html),
     )
     return section, lists
 
 
-def _shown(found: Ranked, key: str, texts: Callable[[Sequence[int]], list[str]]) -> dict[str, Any]:
+def _shown(
+    total: float, example: ScoredExample, key: str, texts: Callable[[Sequence[int]], list[str]]
+) -> dict[str, Any]:
     """One row as the page's script draws it, with a sentence about it."""
-    example = worded(found.example, texts)
+    example = worded(example, texts)
     start, end = window(example, _TOKENS, _PROMPT)
     count, length = int(example.response.sum()), len(example.ids)
     part = f"; tokens {start} to {end - 1} of {length} shown" if end - start < length else ""
-    said = f"sum {number(found.total, signed=True)} over {count} response tokens{part}"
+    said = f"sum {number(total, signed=True)} over {count} response tokens{part}"
     return shown_example(example, start, end, [key]) | {"kept": None, "said": said}
 
 
@@ -298,10 +286,10 @@ def _short(text: str, length: int = 90) -> str:
     return text if len(text) <= length else text[: length - 1] + "\u2026"
 
 
-def _text(query: ShownQuery) -> str:
+def _text(tokens: Sequence[str], valued: Sequence[bool]) -> str:
     """The query as a card: what is not valued is grey."""
     parts = []
-    for token, valued in zip(query.tokens, query.valued, strict=True):
+    for token, is_valued in zip(tokens, valued, strict=True):
         text = escape(visible(token))
-        parts.append(text if valued else f'<span class="prompt">{text}</span>')
+        parts.append(text if is_valued else f'<span class="prompt">{text}</span>')
     return f'<div class="example paper"><div class="text" dir="auto">{"".join(parts)}</div></div>'

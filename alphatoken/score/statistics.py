@@ -69,9 +69,9 @@ class ValueSummary:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that fits a summary file (no sample)."""
-        found = asdict(replace(self, sample=[]))
-        del found["sample"]
-        return found
+        record = asdict(replace(self, sample=[]))
+        del record["sample"]
+        return record
 
 
 def summarise(

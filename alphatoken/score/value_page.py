@@ -100,10 +100,12 @@ def _share(summary: ValueSummary) -> str:
 def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any]]:
     """Sections of a page about values, and the data for its script."""
     said = {one.key: one for one in summary.components}
-    found = [component for component in COMPONENTS if component.key in said]
+    components = [component for component in COMPONENTS if component.key in said]
     # A component that is zero everywhere is said to be so; drawing it would only take room.
-    present = [c for c in found if c.key == "total" or said[c.key].minimum or said[c.key].maximum]
-    zero = [c.name for c in found if c not in present]
+    present = [
+        c for c in components if c.key == "total" or said[c.key].minimum or said[c.key].maximum
+    ]
+    zero = [c.name for c in components if c not in present]
     if not any(c.key == "stability" for c in present):  # then the total is the adaptation
         present = [c for c in present if c.key != "adaptation"]
     shown, left_out = shown_examples(summary.sample, [c.key for c in present])
@@ -121,8 +123,8 @@ def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any
         _extremes("Highest", summary.highest),
         _extremes("Lowest", summary.lowest),
     ]
-    components = [{"key": c.key, "name": c.name, "meaning": c.meaning} for c in present]
-    return sections, {"components": components, "examples": shown}
+    described = [{"key": c.key, "name": c.name, "meaning": c.meaning} for c in present]
+    return sections, {"components": described, "examples": shown}
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -238,9 +238,9 @@ def _record(example: ScoredExample) -> Record:
         **dict.fromkeys(_COLUMNS.values()),
         **{_COLUMNS.get(key, key): np.asarray(values) for key, values in example.values.items()},
     }
-    if (seen := example.visits) is not None:
-        record |= {"visits": seen.count, "last_step": seen.last_step, "branch": seen.branch}
-        record |= {"rows": np.asarray(seen.rows, np.int64), "kept_share": seen.kept_share}
+    if (visits := example.visits) is not None:
+        record |= {"visits": visits.count, "last_step": visits.last_step, "branch": visits.branch}
+        record |= {"rows": np.asarray(visits.rows, np.int64), "kept_share": visits.kept_share}
     return record
 
 

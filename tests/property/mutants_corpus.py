@@ -63,7 +63,7 @@ QUERIES = claim(test_queries.test_each_query_has_the_values_that_it_has_alone, e
 _SOURCE = "data.source._read_lines"
 _ROW = "score.rows.Corpus"
 
-_BY_QUERY = "score.engines.BlockValuer._by_query"
+_BY_QUERY = "score.engines._values_by_query"
 
 MUTANTS = (
     _corpus(

@@ -13,7 +13,7 @@ from torch import Tensor
 from alphatoken.data import collate
 from alphatoken.oracle.gradients import label_values, validation_gradient
 from alphatoken.score import read_values
-from alphatoken.score.engines import BlockValuer
+from alphatoken.score.engines import value_block
 from alphatoken.score.job import prepare_job
 from alphatoken.score.options import ScoreOptions
 from tests.property.tolerance import close
@@ -53,7 +53,7 @@ def test_each_query_has_the_values_that_it_has_alone() -> None:
         job = prepare_job(_options(Path(name)))
         job.part(0).parent.mkdir(parents=True)
         scorer = job.scorer()
-        BlockValuer(job, scorer).run(0)
+        value_block(job, scorer, 0)
         found = list(read_values(job.part(0)))
         names = set(scorer.parameters)
         batches = [collate([row.example]) for row in job.corpus.rows() if row.example]
