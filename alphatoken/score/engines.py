@@ -33,9 +33,9 @@ from alphatoken.support.precision import float16_named
 from alphatoken.support.progress import Tracker
 
 __all__ = [
-    "Launched",
+    "LaunchedProcess",
     "check_engine",
-    "launched",
+    "this_process",
     "value_block",
     "value_blocks",
     "value_with_ray",
@@ -57,7 +57,7 @@ def value_block(
         DataError: a row that must not be passed over, or a file that cannot be written.
         ModelError: out of memory.
     """
-    block = job.stretch(number)
+    block = job.block_rows(number)
     rows = job.corpus.rows(block.start, block.stop)
     examples = (row.example for row in rows if row.example is not None)
 
@@ -66,7 +66,7 @@ def value_block(
             yield from _score_batch(job, scorer, batch)
             report(batch[-1].row.index + 1 - block.start)
 
-    write_values(job.part(number), scored())
+    write_values(job.value_file(number), scored())
 
 
 def _values_by_query(values: TokenValues, queries: int) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ _PATIENCE = timedelta(days=30)
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedProcess:
     """This process among those that torchrun or accelerate started."""
 
     rank: int = 0
@@ -154,15 +154,15 @@ class Launched:
         return options if self.rank == 0 else replace(options, quiet=True)
 
 
-def launched() -> Launched:
+def this_process() -> LaunchedProcess:
     """Processes that the launcher's environment describes; one process without a launcher."""
     numbers = [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
     if None in numbers:
-        return Launched()
-    return Launched(*(int(str(number)) for number in numbers))
+        return LaunchedProcess()
+    return LaunchedProcess(*(int(str(number)) for number in numbers))
 
 
-def check_engine(options: ScoreOptions, here: Launched) -> None:
+def check_engine(options: ScoreOptions, here: LaunchedProcess) -> None:
     """Check that the engine is there, before any work.
 
     Raises:
@@ -186,7 +186,7 @@ def check_engine(options: ScoreOptions, here: Launched) -> None:
         raise ConfigError("--engine ray needs Ray", remedy="pip install 'alphatoken[ray]'")
 
 
-class _Done:
+class _BlockProgress:
     """Rows that are finished, as progress says them and as an interrupted run is told."""
 
     def __init__(self, job: Job, left: Sequence[int]) -> None:
@@ -194,27 +194,27 @@ class _Done:
         out = 0 if job.survey is None else self._rows - job.survey.counts["train"]
         label = f"Scoring ({out} rows are left out)" if out else "Scoring"
         self._tracker = Tracker(label, self._rows, not job.options.quiet)
-        self._done = self._without(left)
+        self._done = self._rows_outside(left)
         self._tracker.resume(self._done)
         if left:  # it is shown before the first batch is done
             self._tracker.report(self._done)
 
-    def _without(self, left: Sequence[int]) -> int:
+    def _rows_outside(self, left: Sequence[int]) -> int:
         """Rows of all blocks but these."""
-        return self._rows - sum(len(self._job.stretch(number)) for number in left)
+        return self._rows - sum(len(self._job.block_rows(number)) for number in left)
 
-    def within(self, rows: int) -> None:
+    def report(self, rows: int) -> None:
         """Count so many rows of the block at work as done."""
         self._tracker.report(self._done + rows)
 
     def finish(self, number: int) -> None:
         """A block is done."""
-        self._done += len(self._job.stretch(number))
-        self.within(0)
+        self._done += len(self._job.block_rows(number))
+        self.report(0)
 
     def interrupted(self) -> KeyboardInterrupt:
         """Message about the finished part, and how to continue."""
-        done = self._without(self._job.missing())
+        done = self._rows_outside(self._job.missing())
         return KeyboardInterrupt(
             f"{done} of {self._rows} rows are finished and kept; the same command with --resume "
             "continues after them"
@@ -227,13 +227,13 @@ def value_blocks(job: Job, scorer: Scorer, numbers: Sequence[int]) -> None:
     Raises:
         KeyboardInterrupt: says how to go on. DataError, ModelError: of :func:`value_block`.
     """
-    done = _Done(job, numbers)
+    progress = _BlockProgress(job, numbers)
     try:
         for number in numbers:
-            value_block(job, scorer, number, done.within)
-            done.finish(number)
+            value_block(job, scorer, number, progress.report)
+            progress.finish(number)
     except KeyboardInterrupt:
-        raise done.interrupted() from None
+        raise progress.interrupted() from None
 
 
 class _Actor:
@@ -263,7 +263,7 @@ def value_with_ray(job: Job, numbers: Sequence[int]) -> None:
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    options, done = job.options, _Done(job, numbers)
+    options, progress = job.options, _BlockProgress(job, numbers)
     gpus, device = options.gpus_per_worker, "cuda" if options.gpus_per_worker else "cpu"
     # Each block is an item of its own, so that all workers have some and little is lost with one.
     rows = ray.data.from_items([{"block": n} for n in numbers], override_num_blocks=len(numbers))
@@ -277,9 +277,9 @@ def value_with_ray(job: Job, numbers: Sequence[int]) -> None:
     )
     try:
         for finished in valued.iter_rows():
-            done.finish(int(finished["block"]))
+            progress.finish(int(finished["block"]))
     except KeyboardInterrupt:
-        raise done.interrupted() from None
+        raise progress.interrupted() from None
     except ray.exceptions.RayError as error:
         raise ModelError(
             "Ray gave up", got=str(error).strip().splitlines()[-1][:300],

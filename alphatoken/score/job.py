@@ -73,7 +73,7 @@ class Job:
         fisher: of the stability term.
         model: on its device.
         survey: of the corpus; None in a process that only values.
-        second: the reference model.
+        reference: the second model, whose losses are subtracted.
     """
 
     options: ScoreOptions
@@ -83,30 +83,30 @@ class Job:
     fisher: FisherDrift | None
     model: nn.Module
     survey: Survey | None = None
-    second: nn.Module | None = None
+    reference: nn.Module | None = None
 
     @property
-    def block(self) -> int:
+    def block_size(self) -> int:
         """Rows of a value file, those that are left out included."""
-        return self.options.shard_size or _block(self.corpus.source.rows)
+        return self.options.shard_size or _default_block_size(self.corpus.source.rows)
 
     @property
     def blocks(self) -> range:
         """Numbers of the value files."""
-        return range(-(-self.corpus.source.rows // self.block))
+        return range(-(-self.corpus.source.rows // self.block_size))
 
-    def part(self, number: int) -> Path:
+    def value_file(self, number: int) -> Path:
         """The value file of a block."""
         return self.options.folder / "values" / f"part-{number:05d}.parquet"
 
     def missing(self) -> list[int]:
         """Blocks that are not finished."""
-        return [number for number in self.blocks if not self.part(number).exists()]
+        return [number for number in self.blocks if not self.value_file(number).exists()]
 
-    def stretch(self, number: int) -> range:
+    def block_rows(self, number: int) -> range:
         """The rows of a block."""
         rows = range(self.corpus.source.rows)
-        return rows[number * self.block : (number + 1) * self.block]
+        return rows[number * self.block_size : (number + 1) * self.block_size]
 
     def scorer(self) -> Scorer:
         """A scorer of its own validation rows; it builds G when it is first used.
@@ -122,7 +122,7 @@ class Job:
             validation or None,
             retention=self.fisher,
             config=config,
-            reference=self.second,
+            reference=self.reference,
         )
         scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
         return scorer
@@ -144,7 +144,7 @@ class Job:
             or (f"{drawn} rows of the training file" if drawn else None),
             "query": options.queries or None,
             "reference": options.reference,
-            "reference_sha256": None if self.second is None else weights_digest(self.second),
+            "reference_sha256": None if self.reference is None else weights_digest(self.reference),
             "fisher_file": fisher or "none",
             "score_layers": layers if isinstance(layers, (int, str)) else list(layers),
             "value_parameters": valued.pop("parameters"),
@@ -152,7 +152,7 @@ class Job:
             "keep_ratio": options.ratio,
             "keep_scope": options.scope,
             "per_device_train_batch_size": options.batch_size,
-            "shard_size": self.block,
+            "shard_size": self.block_size,
             "max_length": how.pop("max_length"),
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "leak_key": options.leak_key,
@@ -254,8 +254,8 @@ def _job(
         encode = encode_rows if options.reference else partial(encode_some, what="validation")
         validation, encoded = encode(rows, corpus.tokenizer, corpus.how)
     model, path = options.model(), options.reference
-    second = None if path is None else options.other(path).model()
-    return Job(options, corpus, validation, encoded, fisher, model, survey, second)
+    reference = None if path is None else options.other(path).model()
+    return Job(options, corpus, validation, encoded, fisher, model, survey, reference)
 
 
 def _check_reference(options: ScoreOptions) -> None:
@@ -281,10 +281,10 @@ def _check_reference(options: ScoreOptions) -> None:
         )
 
 
-def _block(rows: int) -> int:
+def _default_block_size(rows: int) -> int:
     """Rows a file: a multiple of 64, so that there are about a thousand files.
 
-    >>> [_block(rows) for rows in (20, 100_000, 10_000_000)]
+    >>> [_default_block_size(rows) for rows in (20, 100_000, 10_000_000)]
     [64, 128, 9792]
     """
     return max(_LEAST, -(-rows // _FILES // _LEAST) * _LEAST)

@@ -55,7 +55,7 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
     written = _written_rows(job)
     ranks = [QueryRank() for _ in options.queries]
     texts = partial(token_texts, job.corpus.tokenizer)
-    summary = summarise(rank_rows(_checked(job), ranks), seed=options.seed, texts=texts)
+    summary = summarise(rank_rows(_checked_examples(job), ranks), seed=options.seed, texts=texts)
     notes = write_notes(job, survey, summary, warned)
     document = {
         "settings": job.settings,
@@ -98,14 +98,14 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
     _say(job, summary, certificate, [note for note in notes if note not in told])
 
 
-def _checked(job: Job) -> Iterator[ScoredExample]:
+def _checked_examples(job: Job) -> Iterator[ScoredExample]:
     """Read everything back, and see that each file holds rows of its own stretch of the data."""
     for number in job.blocks:
-        for example in read_values(job.part(number)):
-            if example.row not in job.stretch(number):
+        for example in read_values(job.value_file(number)):
+            if example.row not in job.block_rows(number):
                 raise DataError(
                     "the value files do not hold the training rows",
-                    got=str(job.part(number)),
+                    got=str(job.value_file(number)),
                     why="it was exchanged or changed since it was written",
                     remedy="remove it and go on with --resume",
                 )

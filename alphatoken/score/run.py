@@ -11,7 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from alphatoken.errors import ConfigError, collected_warnings
-from alphatoken.score.engines import Launched, check_engine, launched, value_blocks, value_with_ray
+from alphatoken.score.engines import (
+    LaunchedProcess,
+    check_engine,
+    this_process,
+    value_blocks,
+    value_with_ray,
+)
 from alphatoken.score.job import Job, load_job, prepare_job, save_job
 from alphatoken.score.options import ScoreOptions
 from alphatoken.score.results import write_results
@@ -37,7 +43,7 @@ def score_corpus(options: ScoreOptions) -> None:
     Raises:
         AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
     """
-    here = launched()
+    here = this_process()
     keep_count(options.ratio, 1, name="--keep_ratio")  # its error now, not after the first batch
     require_writable(options.output_dir)
     check_engine(options, here)
@@ -53,15 +59,15 @@ def score_corpus(options: ScoreOptions) -> None:
     options = here.share_of(options)
     with here.together(), shown_progress(not options.quiet):
         if here.rank == 0:
-            _lead(options, here)
+            _run_first(options, here)
         else:
-            _follow(options, here)
+            _run_other(options, here)
 
 
-def _lead(options: ScoreOptions, here: Launched) -> None:
+def _run_first(options: ScoreOptions, here: LaunchedProcess) -> None:
     """The first process: all but the blocks of others."""
     start, folder = time.monotonic(), options.folder
-    with _alone(folder), collected_warnings() as warned:
+    with _locked_folder(folder), collected_warnings() as warned:
         check_output_folder(
             folder / "run.json",
             [folder / "values", folder / "job", folder / "rows.jsonl"],
@@ -70,7 +76,7 @@ def _lead(options: ScoreOptions, here: Launched) -> None:
             overwrite=options.overwrite_output,
         )
         job = prepare_job(options)
-        _open(job)
+        _prepare_folder(job)
         scorer = job.scorer()
         numbers = job.missing()
         if numbers:
@@ -85,7 +91,7 @@ def _lead(options: ScoreOptions, here: Launched) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked_folder(folder: Path) -> Iterator[None]:
     """Check that no other run is at work in the output folder, for as long as this one is."""
     there = folder.exists()
     handle = try_lock(folder / "lock")
@@ -107,7 +113,7 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _follow(options: ScoreOptions, here: Launched) -> None:
+def _run_other(options: ScoreOptions, here: LaunchedProcess) -> None:
     """Any other process that a launcher started."""
     here.wait()  # until the job is saved
     job = load_job(options)
@@ -116,7 +122,7 @@ def _follow(options: ScoreOptions, here: Launched) -> None:
     here.wait()
 
 
-def _open(job: Job) -> None:
+def _prepare_folder(job: Job) -> None:
     """Make the folder ready: a new run, an earlier one to continue, or one to replace."""
     folder = job.options.folder
     manifest = folder / "run.json"

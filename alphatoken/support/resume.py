@@ -29,13 +29,13 @@ __all__ = [
     "check_output_folder",
     "command_of",
     "content_digest",
+    "describe_changes",
     "file_digest",
     "read_run",
     "refuse_changes",
     "refuse_other_run",
     "require_writable",
     "tensor_digest",
-    "told",
     "weights_digest",
 ]
 
@@ -179,7 +179,7 @@ def refuse_changes(
     if changes:
         raise error(
             f"{what}: it differs in {', '.join(changes)}",
-            got=told(changes),
+            got=describe_changes(changes),
             why=why,
             remedy=remedy,
         )
@@ -199,7 +199,7 @@ def refuse_other_run(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None
     )
 
 
-def told(changes: Changes) -> str:
+def describe_changes(changes: Changes) -> str:
     """Each change in words, with both values."""
     return "; ".join(f"{name}: {old!r} then, {new!r} now" for name, (old, new) in changes.items())
 
@@ -228,9 +228,9 @@ def require_writable(folder: str | Path, option: str = "--output_dir") -> None:
         DataError: it cannot.
     """
     path = Path(folder).absolute()
-    there = next(one for one in (path, *path.parents) if one.exists())
+    existing = next(one for one in (path, *path.parents) if one.exists())
     try:
-        tempfile.TemporaryFile(dir=there).close()
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise DataError(
             "the output folder cannot be written",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.errors import ConfigError, DataError, warn_caller
-from alphatoken.support.resume import file_digest, refuse_changes, told
+from alphatoken.support.resume import describe_changes, file_digest, refuse_changes
 from alphatoken.support.storage import flush, read_json, write_json
 from alphatoken.train.identity import split_changes
 
@@ -258,7 +258,7 @@ def require_same_run(
     )
     if rounding:
         warn_caller(
-            f"not as before ({told(rounding)}): the run goes on, and may differ by "
+            f"not as before ({describe_changes(rounding)}): the run goes on, and may differ by "
             "rounding (and by draws of dropout) from the one that it would have been"
         )
 

@@ -51,10 +51,10 @@ def test_each_query_has_the_values_that_it_has_alone() -> None:
     """
     with tempfile.TemporaryDirectory() as name:
         job = prepare_job(_options(Path(name)))
-        job.part(0).parent.mkdir(parents=True)
+        job.value_file(0).parent.mkdir(parents=True)
         scorer = job.scorer()
         value_block(job, scorer, 0)
-        found = list(read_values(job.part(0)))
+        found = list(read_values(job.value_file(0)))
         names = set(scorer.parameters)
         batches = [collate([row.example]) for row in job.corpus.rows() if row.example]
     assert [example.row for example in found] == list(range(len(ROWS)))
