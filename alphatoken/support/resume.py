@@ -115,7 +115,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     # A tensor of one number may have any stride and still count as contiguous, and torch then
     # refuses to view it as bytes.
     flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def _sampled(tensor: Tensor, count: int) -> Tensor:
