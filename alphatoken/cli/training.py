@@ -339,7 +339,7 @@ def load_tokenizer(arguments: Any) -> Any:
     Raises:
         ModelError: model or tokenizer cannot be loaded.
     """
-    from alphatoken.train import loading
+    from alphatoken.model import loading
 
     args, model = arguments.training, arguments.model
     tokenizer = loading.load_tokenizer(

@@ -26,7 +26,7 @@ def rows(tmp_path: Path) -> str:
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a command that must end before tokenizer and model; gives status and message."""
-    from alphatoken.train import loading
+    from alphatoken.model import loading
 
     monkeypatch.setattr(loading, "load_or_refuse", lambda *_, **__: pytest.fail("loaded"))
 
