@@ -154,7 +154,7 @@ class QueryRank:
     lowest: list[RankedRow] = field(default_factory=list)
 
     def add(self, total: float, example: ScoredExample) -> None:
-        """Count one row."""
+        """Count one training row, and keep it if its sum is extreme."""
         if total > 0:
             self.raising += 1
             rows = [*self.highest, (total, example)]
