@@ -169,7 +169,7 @@ MUTANTS = (
         "any-option-taken-for-rounding",
         "a run goes on with another learning rate",
         "(*_ROUNDING, *_LIBRARIES)",
-        "list(found)",
+        "list(changes)",
         "learning rate",
     ),
     _resumed(
