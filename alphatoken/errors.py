@@ -11,8 +11,10 @@ import os
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import Any
 
 __all__ = [
     "AlphaTokenError",
@@ -26,6 +28,8 @@ __all__ = [
     "ModelError",
     "NumericalError",
     "UnsupportedError",
+    "collected_warnings",
+    "first_few",
     "quoted",
     "refuse_unknown",
     "require_choice",
@@ -125,6 +129,12 @@ def quoted(error: BaseException, width: int = 300) -> str:
     return textwrap.shorten(f"{type(error).__name__}: {error}", width, placeholder=" [...]")
 
 
+def first_few(names: Sequence[str], count: int) -> str:
+    """The first ``count`` names, and how many more there are; for a message."""
+    more = len(names) - count
+    return ", ".join(names[:count]) + (f" and {more} more" if more > 0 else "")
+
+
 def require_choice(
     name: str,
     value: object,
@@ -173,3 +183,21 @@ def refuse_unknown(
             if close
             else f"leave it out; help({owner}) lists those that there are",
         )
+
+
+@contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """The library's own warnings as sentences, each once and as it comes; others pass on."""
+    messages: list[str] = []
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def show(message: Any, category: Any, *more: Any, **named: Any) -> None:
+            if not issubclass(category, AlphaTokenWarning):
+                shown(message, category, *more, **named)
+            elif str(message) not in messages:
+                messages.append(str(message))
+
+        warnings.simplefilter("always", AlphaTokenWarning)
+        warnings.showwarning = show
+        yield messages

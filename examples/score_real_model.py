@@ -29,7 +29,7 @@ from alphatoken.data import (
 )
 from alphatoken.data.stdlib import code_rows, text_rows
 from alphatoken.demo.models import fetch_model
-from alphatoken.report import COMPONENTS, ScoredExample, summarise, write_report, write_values
+from alphatoken.score import COMPONENTS, ScoredExample, summarise, write_report, write_values
 
 
 def move(model: torch.nn.Module, examples: Sequence[Example], steps: int) -> None:

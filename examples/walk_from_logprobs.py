@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from transformers import AutoTokenizer
 
 from alphatoken.data import token_texts
-from alphatoken.report import ScoredExample, summarise, write_report, write_values
-from alphatoken.report.examples import responses
+from alphatoken.score import ScoredExample, summarise, write_report, write_values
+from alphatoken.score.values import responses
 from alphatoken.select.masks import top_mask
 
 

@@ -59,7 +59,7 @@ if find_spec("torch") and find_spec("transformers"):
     seen.append("scorer")
 
 if find_spec("jinja2"):
-    from alphatoken.report.page import render_page
+    from alphatoken.score.page import render_page
 
     assert "<html" in render_page("smoke", "seen", ())
     seen.append("report")

@@ -3,13 +3,13 @@
 Each command is listed below with the module that runs it, and a module is loaded only when its
 command is called: ``alphatoken --help`` needs neither torch nor transformers.
 
-- ``score``, ``fisher``: options in the module of that name, the work in ``alphatoken.corpus``,
+- ``score``, ``fisher``: options in the module of that name, the work in ``alphatoken.score``,
   which reads and values rows, or in ``fisher_run``.
 - ``sft``, ``dpo``: ``training``, from ``arguments`` (TRL's convention) through ``training_rows``
   and ``training_data`` to a trainer; ``recipes`` reads options from a file.
 - ``diagnose``: ``diagnose_options``, ``diagnose_subject``, ``diagnose_run``.
 
-Options are dataclasses. ``options`` makes the flags of them; ``alphatoken.corpus.options`` holds
+Options are dataclasses. ``options`` makes the flags of them; ``alphatoken.score.options`` holds
 those that several commands share. Model, rows,
 files and output folder are called as in ``sft``; underscores and dashes in a flag are the same.
 

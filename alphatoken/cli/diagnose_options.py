@@ -16,7 +16,9 @@ from typing import Any
 
 from alphatoken.cli.options import CommandParser, add_option, add_options, kinds_of
 from alphatoken.config import ValueOptions
-from alphatoken.corpus.options import (
+from alphatoken.diagnose.registry import DIAGNOSTICS, SIZES, Entry, find
+from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.score.options import (
     BudgetOptions,
     EarlierOptions,
     LeftOutOptions,
@@ -24,8 +26,6 @@ from alphatoken.corpus.options import (
     ReadingOptions,
     RunningOptions,
 )
-from alphatoken.diagnose.registry import DIAGNOSTICS, SIZES, Entry, find
-from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.support.options import option
 
 __all__ = [

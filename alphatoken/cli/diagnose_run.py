@@ -17,23 +17,22 @@ import torch
 
 from alphatoken.cli.diagnose_options import Request, read_request
 from alphatoken.cli.diagnose_subject import Prepared, check_files, prepare
-from alphatoken.corpus.folder import (
-    collected_warnings,
-    holds_diagnoses,
-    read_manifest,
-    refuse_foreign,
-    require_writable,
-    same_settings,
-)
 from alphatoken.diagnose.clouds import require_sklearn
 from alphatoken.diagnose.diagnosis import Diagnosis
 from alphatoken.diagnose.page import LEAD, section_of
 from alphatoken.diagnose.registry import DIAGNOSTICS, Entry
 from alphatoken.diagnose.rounds import diagnosed_before
 from alphatoken.diagnose.subject import Subject, require_retention
-from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
-from alphatoken.report.page import render_page
+from alphatoken.errors import AlphaTokenError, ConfigError, ModelError, collected_warnings
+from alphatoken.score.page import render_page
 from alphatoken.support.progress import shown_progress
+from alphatoken.support.resume import (
+    check_output_folder,
+    command_of,
+    read_run,
+    refuse_other_run,
+    require_writable,
+)
 from alphatoken.support.storage import write_json, write_text
 
 __all__ = ["run"]
@@ -63,17 +62,17 @@ def run(words: Sequence[str]) -> int:
     elif blind and not options.retention_set:
         print(f"note: {', '.join(blind)} will not run without --retention_set", file=sys.stderr)
     out = Path(options.output_dir)
-    if holds_diagnoses(out / _MANIFEST) is False:
+    if command_of(out / _MANIFEST) == "score":
         out /= _BESIDE_VALUES
         print(f"note: the folder holds values; the diagnoses go to {out}", file=sys.stderr)
     require_writable(out)
     out.mkdir(parents=True, exist_ok=True)
-    refuse_foreign(
+    check_output_folder(
         out / _MANIFEST,
         [out / entry.name for entry in DIAGNOSTICS],
+        "diagnose",
         resume=options.resume,
         overwrite=options.overwrite_output,
-        diagnoses=True,
     )
     try:
         prepared = prepare(options)
@@ -186,18 +185,16 @@ class _Folder:
         if manifest.exists() and request.shared.overwrite_output:
             _clear(path)
         if manifest.exists():
-            earlier = read_manifest(manifest)
-            same_settings(earlier["settings"], prepared.settings)
+            earlier = read_run(manifest)
+            refuse_other_run(earlier["settings"], prepared.settings)
             diagnostics = dict(earlier.get("diagnostics", {}))
         for name, options in request.options.items():
-            chosen = asdict(options)
-            if name in diagnostics:
-                then, now = (
-                    {f"{name}.{key}": value for key, value in each.items()}
-                    for each in (diagnostics[name]["options"], chosen)
-                )
-                same_settings(then, now)
-            diagnostics[name] = {**diagnostics.get(name, {}), "options": chosen}
+            record = diagnostics.setdefault(name, {"options": asdict(options)})
+            then, now = (
+                {f"{name}.{key}": value for key, value in each.items()}
+                for each in (record["options"], asdict(options))
+            )
+            refuse_other_run(then, now)
         folder = cls(path, prepared, diagnostics, request.command)
         folder._write()
         return folder
@@ -218,7 +215,11 @@ class _Folder:
     def _write(self) -> None:
         settings = self.prepared.settings
         model = Path(settings["model"])
-        document = {"settings": settings, "diagnostics": self.diagnostics}
+        document = {
+            "command": "diagnose",
+            "settings": settings,
+            "diagnostics": self.diagnostics,
+        }
         write_json(self.path / _MANIFEST, document, default=str)
         shown = [entry for entry in DIAGNOSTICS if entry.name in self.diagnostics]
         finished = [one.name for one in shown if Diagnosis.finished(self.path / one.name)]

@@ -13,16 +13,16 @@ from torch import nn
 
 from alphatoken import FisherDrift
 from alphatoken.cli.diagnose_options import PROMPTS, DiagnoseOptions
-from alphatoken.corpus.folder import examples_digest
-from alphatoken.corpus.notes import about_encoding, about_pools
-from alphatoken.corpus.rows import encode_some
 from alphatoken.data import EncodeOptions, Example, Fields, Pools, Row, read_rows, split_pools
 from alphatoken.diagnose.registry import SIZES
 from alphatoken.diagnose.statistics import FEWEST
 from alphatoken.diagnose.subject import Subject
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.score.job import examples_digest
+from alphatoken.score.notes import about_encoding, about_pools
+from alphatoken.score.rows import encode_some
 from alphatoken.select.masks import keep_count
-from alphatoken.support.storage import file_digest, weights_digest
+from alphatoken.support.resume import file_digest, weights_digest
 
 __all__ = ["Prepared", "beside_models", "check_files", "prepare", "retention_files"]
 

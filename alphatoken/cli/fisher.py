@@ -8,7 +8,7 @@ from typing import Literal
 
 from alphatoken.cli.options import read_options
 from alphatoken.config import ValueOptions
-from alphatoken.corpus.options import (
+from alphatoken.score.options import (
     ModelOptions,
     ReadingOptions,
     RunningOptions,

@@ -14,13 +14,13 @@ import torch
 
 from alphatoken import fit_fisher
 from alphatoken.cli.fisher import FisherOptions
-from alphatoken.corpus.folder import check_output_file, require_writable
-from alphatoken.corpus.notes import about_encoding
-from alphatoken.corpus.rows import encode_some
 from alphatoken.data import EncodeOptions, Row, collate, leak_keys
 from alphatoken.data.encode import prompt_example
 from alphatoken.errors import DataError
 from alphatoken.model.layer_choice import read_layers
+from alphatoken.score.notes import about_encoding
+from alphatoken.score.rows import encode_some
+from alphatoken.support.resume import check_output_file, require_writable
 
 __all__ = ["run"]
 

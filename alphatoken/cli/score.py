@@ -1,11 +1,11 @@
-"""``alphatoken score``: its options, as a job of ``alphatoken.corpus``."""
+"""``alphatoken score``: its options, as a job of ``alphatoken.score``."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from alphatoken.cli.options import read_options
-from alphatoken.corpus.options import ScoreOptions
+from alphatoken.score.options import ScoreOptions
 
 __all__ = ["read", "run"]
 
@@ -44,6 +44,6 @@ def run(options: ScoreOptions) -> None:
     Raises:
         AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
     """
-    from alphatoken.corpus.run import score_corpus  # torch, which --help does not need
+    from alphatoken.score.run import score_corpus  # torch, which --help does not need
 
     return score_corpus(options)

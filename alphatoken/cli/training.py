@@ -152,7 +152,7 @@ def check_output(arguments: Any) -> None:
     Raises:
         ConfigError: it is not empty, or a file. DataError: it cannot be written.
     """
-    from alphatoken.corpus.folder import require_writable
+    from alphatoken.support.resume import require_writable
 
     folder = Path(arguments.training.output_dir)
     if not _first():
@@ -280,7 +280,7 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     from trl.trainer.utils import get_peft_config, get_quantization_config
 
     from alphatoken.cli.training_data import load_run_data
-    from alphatoken.train.loading import freeze_unreached
+    from alphatoken.model.loading import freeze_unreached
 
     args, model = arguments.training, arguments.model
     tokenizer = load_tokenizer(arguments)
@@ -310,7 +310,7 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
 
 def _vocabulary(arguments: Any) -> int | None:
     """Rows of the model's embedding; None where TRL makes it as large as a template asks."""
-    from alphatoken.train.loading import find_limits, find_parts
+    from alphatoken.model.loading import find_limits, find_parts
 
     args, model = arguments.training, arguments.model
     path = getattr(args, "chat_template_path", None)
@@ -339,7 +339,7 @@ def load_tokenizer(arguments: Any) -> Any:
     Raises:
         ModelError: model or tokenizer cannot be loaded.
     """
-    from alphatoken.train import loading
+    from alphatoken.model import loading
 
     args, model = arguments.training, arguments.model
     tokenizer = loading.load_tokenizer(

@@ -10,9 +10,9 @@ from typing import Any
 from alphatoken import FisherDrift
 from alphatoken.cli.arguments import Arguments
 from alphatoken.cli.training_rows import Item, RowReader, check_source, evaluates
-from alphatoken.corpus.notes import about_pools
 from alphatoken.data import leak_keys, split_pools
 from alphatoken.errors import ConfigError
+from alphatoken.score.notes import about_pools
 from alphatoken.train.policies import chosen_policy
 
 __all__ = ["RunData", "check_rows", "load_run_data"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from alphatoken.corpus.options import BadRowOptions, ColumnOptions, LeftOutOptions
+from alphatoken.score.options import BadRowOptions, ColumnOptions, LeftOutOptions
 from alphatoken.support.options import option
 
 __all__ = ["SOURCES", "RowArguments", "RunArguments"]

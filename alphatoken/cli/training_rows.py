@@ -19,7 +19,7 @@ from alphatoken.data.pieces import LEFT_OUT
 from alphatoken.data.rows import KEEP_MARKS, UNLEARNED
 from alphatoken.data.source import SourceRow, find_source, usable_rows
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.train.loading import rows_tokenizer
+from alphatoken.model.loading import rows_tokenizer
 
 __all__ = ["Item", "RowReader", "check_source", "evaluates"]
 

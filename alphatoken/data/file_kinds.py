@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from alphatoken.errors import DataError
+from alphatoken.support.storage import LFS
 
-__all__ = ["DESCRIPTIONS", "LFS", "READ", "SUFFIXES", "kind_of", "open_bytes", "suffix_of"]
+__all__ = ["DESCRIPTIONS", "READ", "SUFFIXES", "kind_of", "open_bytes", "suffix_of"]
 
 _JSON, _TABLES, _PARQUET = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".parquet", ".pq")
 SUFFIXES = (*_JSON, *_TABLES, *_PARQUET)
@@ -37,8 +38,6 @@ _HEAD = 1024
 
 _UNPACK = "unpack it, and name the file or folder that comes out"
 _AGAIN = "download the file itself"
-LFS = b"version https://git-lfs"
-"""First bytes of a pointer of Git LFS."""
 _FOREIGN: dict[bytes, tuple[str, str]] = {
     LFS: (
         "a pointer of Git LFS, in place of the file itself",

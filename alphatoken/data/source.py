@@ -35,7 +35,7 @@ from alphatoken.data.json_files import json_items, json_layout
 from alphatoken.data.rows import Fields, Row, row_of
 from alphatoken.data.survey import Survey, short
 from alphatoken.errors import ColumnsError, DataError
-from alphatoken.support.storage import file_digest
+from alphatoken.support.resume import file_digest
 
 __all__ = [
     "RowSource",

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from alphatoken.errors import DataError
+from alphatoken.errors import DataError, first_few
 
-__all__ = ["Columns", "Survey", "first_few", "short"]
+__all__ = ["Columns", "Survey", "short"]
 
 _log = logging.getLogger("alphatoken.data")
 _FORMS = 4
@@ -210,12 +210,6 @@ line (line 2)
         lost = self.unread or self.left or self.notes or self._unread_files
         if self.forms or lost:
             _log.log(logging.WARNING if lost else logging.INFO, "%s", self)
-
-
-def first_few(names: Sequence[str], count: int) -> str:
-    """The first ``count`` names, and how many more there are; for a message."""
-    more = len(names) - count
-    return ", ".join(names[:count]) + (f" and {more} more" if more > 0 else "")
 
 
 def short(text: str, length: int = 80) -> str:

@@ -22,7 +22,8 @@ from typing import Any
 from filelock import FileLock
 
 from alphatoken.errors import DataError
-from alphatoken.support.storage import file_digest, write_json
+from alphatoken.support.resume import file_digest
+from alphatoken.support.storage import write_json
 
 __all__ = [
     "GEMMA3",

@@ -24,7 +24,7 @@ from scipy import stats
 
 from alphatoken.diagnose.diagnosis import Drawing, Table
 from alphatoken.errors import require_choice
-from alphatoken.report.drawing import COLOURS, DASHES, MARKERS, SEQUENTIAL, canvas, svg_text
+from alphatoken.score.drawing import COLOURS, DASHES, MARKERS, SEQUENTIAL, canvas, svg_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,10 +25,9 @@ from alphatoken.diagnose.statistics import FEWEST, Estimate, bootstrap, kept
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import retention_term, scorer_for
 from alphatoken.errors import ConfigError
-from alphatoken.report import COMPONENTS
-from alphatoken.report.drawing import colour_of
-from alphatoken.report.examples import visible
-from alphatoken.report.numbers import number as written
+from alphatoken.score.drawing import colour_of
+from alphatoken.score.page import number as written
+from alphatoken.score.values import COMPONENTS, visible
 from alphatoken.support.options import option
 
 __all__ = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
-from alphatoken.report import page
-from alphatoken.report.numbers import cell_text, interval
+from alphatoken.score import page
+from alphatoken.score.page import cell_text, interval
 
 __all__ = ["LEAD", "MOST_ROWS", "section_of"]
 

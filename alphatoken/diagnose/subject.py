@@ -25,7 +25,7 @@ from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.estimate.names import WALK
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
-from alphatoken.report.examples import COMPONENTS
+from alphatoken.score.values import COMPONENTS
 from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
 

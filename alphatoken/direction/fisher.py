@@ -10,10 +10,9 @@ gradient. :mod:`alphatoken.direction.sampling` draws, :mod:`alphatoken.direction
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,7 +49,13 @@ from alphatoken.model.scope import Scope, used_outside
 from alphatoken.model.token_ids import require_rows
 from alphatoken.support.precision import wide
 from alphatoken.support.progress import ProgressSink, Tracker
-from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
+from alphatoken.support.resume import (
+    changed_settings,
+    refuse_changes,
+    tensor_digest,
+    weights_digest,
+)
+from alphatoken.support.storage import read_tensors, write_tensors
 
 __all__ = ["Settings", "fit_fisher", "fitting"]
 
@@ -425,15 +430,15 @@ class _Checkpoint:
         self._path, self._fit, self._every = path, fit, every
         # All that the sums depend on. A file in which anything differs is refused, since sums of
         # two models would look like sums of one.
-        self._bound = {
+        self._settings = {
             "kind": _KIND,
             "format_version": _FORMAT,
-            "settings": json.dumps(asdict(fit.settings)),
-            "layers": json.dumps(fit.scope.layers),
-            "model": json.dumps(fit.adapter.identity(), sort_keys=True),
+            "settings": asdict(fit.settings),
+            "layers": fit.scope.layers,
+            "model": fit.adapter.identity(),
             "weights": weights_digest(fit.adapter.model),
-            "trained": json.dumps(list(fit.trained)),
-            "prompts": _prompts_fingerprint(fit.sequences),
+            "trained": list(fit.trained),
+            "prompts": tensor_digest(_prompt_tensors(fit.sequences)),
         }
 
     def write_when_due(self) -> None:
@@ -442,8 +447,12 @@ class _Checkpoint:
         # Not after the last sample: the result itself is about to be made.
         if fit.done % self._every or fit.done >= fit.total:
             return
-        counts = {"done": str(fit.done), "response_tokens": str(fit.response_tokens)}
-        write_tensors(self._path, fit.moments.sums, self._bound | counts, error=FisherError)
+        metadata = {
+            "run": json.dumps(self._settings),
+            "done": str(fit.done),
+            "response_tokens": str(fit.response_tokens),
+        }
+        write_tensors(self._path, fit.moments.sums, metadata, error=FisherError)
 
     def resume(self, tracker: Tracker) -> None:
         """Go on from the sums in the file, if there is one.
@@ -455,17 +464,17 @@ class _Checkpoint:
             return
         fit = self._fit
         sums, description = read_tensors(self._path, error=FisherError)
-        differing = [key for key, bound in self._bound.items() if description.get(key) != bound]
-        if differing or {k: (v.shape, v.dtype) for k, v in sums.items()} != {
-            k: (v.shape, v.dtype) for k, v in fit.moments.sums.items()
-        }:
-            raise FisherError(
-                f"the checkpoint '{self._path}' is of another fit",
-                got=f"differing: {', '.join(differing) or 'the running sums'}",
-                why="its sums would be mixed with those of this fit",
-                remedy="repeat the arguments of the interrupted fit, or remove the file to start "
-                "again",
-            )
+        earlier = json.loads(description.get("run", "{}"))
+        refuse_changes(
+            changed_settings(
+                {**earlier, "sums": _shapes(sums)},
+                {**self._settings, "sums": _shapes(fit.moments.sums)},
+            ),
+            what=f"the checkpoint '{self._path}' is of another fit",
+            why="its sums would be mixed with those of this fit",
+            remedy="repeat the arguments of the interrupted fit, or remove the file to start again",
+            error=FisherError,
+        )
         # Into the tensors that are there, which lie on the weights' devices.
         for name, total in fit.moments.sums.items():
             total.copy_(sums[name])
@@ -474,10 +483,11 @@ class _Checkpoint:
         tracker.resume(fit.done)
 
 
-def _prompts_fingerprint(sequences: list[LabelledSequence]) -> str:
-    digest = hashlib.sha256()
-    for one in sequences:
-        digest.update(len(one.ids).to_bytes(8, "little"))
-        digest.update(one.ids.numpy().tobytes())
-        digest.update(one.predicted.numpy().tobytes())
-    return digest.hexdigest()
+def _prompt_tensors(sequences: list[LabelledSequence]) -> Iterator[tuple[str, Tensor]]:
+    for number, sequence in enumerate(sequences):
+        yield f"ids {number}", sequence.ids
+        yield f"predicted {number}", sequence.predicted
+
+
+def _shapes(sums: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: f"{tuple(total.shape)} {total.dtype}" for name, total in sums.items()}

@@ -26,7 +26,9 @@ training step meets these files in this order:
 
 :mod:`~alphatoken.model.layer_choice` reads which layers are scored,
 :mod:`~alphatoken.model.sharding` says what the core must know of weights that are spread over
-processes.
+processes. :mod:`~alphatoken.model.loading` loads models and tokenizers of transformers from a
+folder or by name, for trainers and commands; :mod:`~alphatoken.model.folder` says what is wrong
+with such a folder.
 
 **May import** ``support`` and ``errors``. **Mathematics**: docs/notation.md for ``x``, ``delta``
 and the label shift; the attention backward and its self-only form are equations of

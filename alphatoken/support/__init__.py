@@ -5,6 +5,7 @@
 * :mod:`~alphatoken.support.finite`: the first number that is none is refused, row and token named;
 * :mod:`~alphatoken.support.options`: a field of a dataclass with its help beside its default;
 * :mod:`~alphatoken.support.progress`: done, rate and time left of a long computation;
+* :mod:`~alphatoken.support.resume`: whether a run is the same run: digests, settings compared;
 * :mod:`~alphatoken.support.storage`: files written whole or not at all, tensors checked when
   read.
 

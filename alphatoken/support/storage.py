@@ -7,7 +7,6 @@ is read from them, so that a truncated or altered file is refused instead of rea
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -16,25 +15,27 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from alphatoken.errors import AlphaTokenError, DataError
+from alphatoken.support.resume import tensor_digest
 
 __all__ = [
-    "file_digest",
+    "LFS",
     "flush",
     "read_json",
     "read_tensors",
     "replacing",
-    "weights_digest",
     "write_json",
     "write_jsonl",
     "write_tensors",
     "write_text",
 ]
+
+LFS = b"version https://git-lfs"
+"""First bytes of a pointer of Git LFS, which stands in place of a file."""
 
 
 @contextmanager
@@ -110,12 +111,6 @@ def write_jsonl(path: str | os.PathLike[str], records: Iterable[object]) -> None
     write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def file_digest(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def flush(path: Path) -> None:
     """Put a file's content, or a folder's list of names, on disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -141,7 +136,7 @@ def write_tensors(
         error: the file could not be written (disk full, no permission, no such folder).
     """
     owned = _separate(tensors)
-    digest = _digest(sorted(owned.items()), metadata)
+    digest = tensor_digest(sorted(owned.items()), metadata=metadata)
     with replacing(path, error=error) as temporary:
         temporary.touch()  # takes the permissions that a new file gets here; save_file's are 0600
         mode = temporary.stat().st_mode
@@ -165,7 +160,7 @@ def read_tensors(
         stored = metadata.pop("sha256", None)
         if stored is None:
             raise ValueError("it holds no sha256 of itself")
-        if stored != _digest(sorted(tensors.items()), metadata):
+        if stored != tensor_digest(sorted(tensors.items()), metadata=metadata):
             raise ValueError("its content does not match the sha256 it holds of itself")
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError, TypeError) as problem:
         raise error(
@@ -175,29 +170,6 @@ def read_tensors(
             remedy="give the right path, or write the file again",
         ) from problem
     return tensors, metadata
-
-
-def weights_digest(model: nn.Module) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers.
-
-    The same on any device and any number of threads.
-    """
-    return _digest([*model.named_parameters(), *model.named_buffers()])
-
-
-def _digest(
-    tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str] | None = None
-) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes, and over the metadata."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        # One number may lie at any stride and be contiguous, and not be seen as bytes.
-        flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
-        digest.update(flat.view(torch.uint8).numpy().data)
-    if metadata is not None:
-        digest.update(json.dumps(metadata, sort_keys=True).encode())
-    return digest.hexdigest()
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

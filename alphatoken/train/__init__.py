@@ -25,7 +25,7 @@ response tokens, the room is read from a step of training:
 
 **Mathematics**: the weighted update is eq. sft_masked_loss and eq. dpo_masked_loss, the ledger the
 in-run values of Appendix A. **May import** the scorer and the rooms of the core, ``data`` and
-``report``; not ``cli``. **Oracle**: a reference step
+``score``; not ``cli``. **Oracle**: a reference step
 written from the definitions alone, with which a trainer's values, masks, gradients, updates,
 ledger and logs are compared (``tests/property/test_trainer_oracle.py``); with every weight 1 a step
 equals TRL's bit for bit.

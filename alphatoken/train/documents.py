@@ -22,6 +22,7 @@ from torch import Tensor
 
 from alphatoken.errors import InputError
 from alphatoken.model.batch import IGNORE, LabelledBatch
+from alphatoken.support.resume import content_digest
 
 __all__ = [
     "BRANCHES",
@@ -186,8 +187,5 @@ def rows_fingerprint(rows: Iterable[Mapping[str, Any]]) -> str:
         rows: tokenised, as :func:`row_documents` takes them. The same rows packed give the same
             digest if the order of the documents is the same.
     """
-    digest = blake2b(digest_size=KEY_BYTES)
-    for row in rows:
-        for key, branch in row_documents(row):
-            digest.update(key + bytes([branch]))
-    return digest.hexdigest()
+    documents = (document for row in rows for document in row_documents(row))
+    return content_digest([key.hex(), branch] for key, branch in documents)

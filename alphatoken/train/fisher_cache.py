@@ -1,4 +1,4 @@
-"""A Fisher is fitted once for a model, its prompts and settings, and found again by later runs.
+"""A Fisher is fitted once for a model, its prompts and settings, and read again by later runs.
 
 An entry's name is a digest of all that it depends on, the weights included, so that one of another
 model, data set or setting is never taken. Of several processes the main one comes first and fits,
@@ -7,8 +7,6 @@ resumably; the others find its file.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -24,8 +22,8 @@ from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.support.progress import ProgressSink
-from alphatoken.support.storage import weights_digest
-from alphatoken.train.identity import content_digest
+from alphatoken.support.resume import content_digest, weights_digest
+from alphatoken.train.identity import dataset_digest
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.placement import on_accelerator, spread_name
 
@@ -84,15 +82,15 @@ def cache_key(model: nn.Module, prompts: Any, settings: dict[str, Any]) -> str:
     The class, all weights and buffers and which of them are trained; the prompts; the settings;
     the versions of this library and of torch.
     """
-    made_of = {
+    inputs = {
         "model": type(model).__qualname__,
         "weights": weights_digest(model),
         "trained": [name for name, p in model.named_parameters() if p.requires_grad],
-        "prompts": content_digest(prompts),
+        "prompts": dataset_digest(prompts),
         "settings": settings,
         "versions": [library_version(), torch.__version__],
     }
-    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+    return content_digest([inputs])
 
 
 def fitted_fisher(

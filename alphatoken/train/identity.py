@@ -7,25 +7,28 @@ by name, or noted where the result changes by no more than rounding.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
+from alphatoken.support.resume import (
+    SAMPLED_NUMBERS,
+    Changes,
+    changed_settings,
+    content_digest,
+    tensor_digest,
+)
+
 __all__ = [
-    "apart",
-    "content_digest",
-    "differences",
-    "fingerprint",
+    "dataset_digest",
     "frozen_fingerprint",
     "library_versions",
     "run_options",
+    "split_changes",
     "weights_fingerprint",
 ]
 
@@ -56,7 +59,6 @@ _ROUNDING = (
 _LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "alphatoken")
 """Libraries that a run's bits depend on."""
 
-_SAMPLED_NUMBERS = 1024
 _ARROW_ROWS = 1000
 
 
@@ -95,34 +97,9 @@ def _plain(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Differences of two tables of facts, by name: (before, now).
-
-    A name that differs in two parts comes with its part the second time.
-
-    >>> differences({"options": {"seed": 1, "beta": 2}}, {"options": {"seed": 1, "beta": 3}})
-    {'beta': (2, 3)}
-    >>> differences({"data": {"n": 1}, "train": {"n": 2}}, {"data": {"n": 3}, "train": {"n": 2}})
-    {'n': (1, 3)}
-    """
-    differing: dict[str, tuple[Any, Any]] = {}
-    for part in sorted({*before, *now}):
-        old, new = before.get(part), now.get(part)
-        if not isinstance(old, Mapping) or not isinstance(new, Mapping):
-            old, new = {part: old}, {part: new}
-        for name in sorted({*old, *new}):
-            if old.get(name) != new.get(name):
-                key = f"{part}.{name}" if name in differing else name
-                differing[key] = (old.get(name), new.get(name))
-    return differing
-
-
-Differences = dict[str, tuple[Any, Any]]
-
-
-def apart(
+def split_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()
-) -> tuple[Differences, Differences]:
+) -> tuple[Changes, Changes]:
     """Changes that alter the result of a run, and changes that alter its rounding only.
 
     "No more than rounding" leaves draws of dropout out.
@@ -132,13 +109,13 @@ def apart(
         now: of the other.
         allowed: names that may differ; the number of processes may not.
     """
-    found = {
-        name: pair
-        for name, pair in differences(before, now).items()
+    changes = {
+        name: values
+        for name, values in changed_settings(before, now).items()
         if name not in allowed or name == "processes"
     }
-    noted = {name: found.pop(name) for name in (*_ROUNDING, *_LIBRARIES) if name in found}
-    return found, noted
+    rounding = {name: changes.pop(name) for name in (*_ROUNDING, *_LIBRARIES) if name in changes}
+    return changes, rounding
 
 
 def frozen_fingerprint(model: nn.Module) -> str | None:
@@ -151,40 +128,20 @@ def frozen_fingerprint(model: nn.Module) -> str | None:
 
 
 def weights_fingerprint(weights: Mapping[str, Tensor]) -> str | None:
-    """:func:`fingerprint` of weights by name; None where there are none."""
-    return fingerprint(weights.items()) if weights else None
+    """Digest of weights by name, from 1,024 numbers of each; None where there are none."""
+    return tensor_digest(weights.items(), numbers=SAMPLED_NUMBERS) if weights else None
 
 
-def fingerprint(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Digest of weights: names, shapes, dtypes, and 1,024 evenly spread numbers of each."""
-    digest = hashlib.sha256()
-    for name, parameter in weights:
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        digest.update(_some_numbers(parameter))
-    return digest.hexdigest()
-
-
-def _some_numbers(parameter: Tensor) -> bytes:
-    flat = parameter.detach().reshape(-1)
-    step = max(1, flat.numel() // _SAMPLED_NUMBERS)
-    numbers = flat[::step].float().cpu().numpy().tobytes()
-    assert isinstance(numbers, bytes)
-    return numbers
-
-
-def content_digest(content: Any) -> str | None:
-    """SHA-256 of a data set, or of other content; None for None, and of a stream, which is unknown.
+def dataset_digest(content: Any) -> str | None:
+    """:func:`~alphatoken.support.resume.content_digest` of a data set, or of other content.
 
     A ``datasets.Dataset``: every row, through its columns. Mappings and other sequences: every
-    part. The same for the same content, however it is stored or cached, and for whole numbers as
-    a tensor or as a list. A tensor of floating point: dtype, shape and 1,024 evenly spread numbers.
+    part. The same for the same content, however it is stored or cached. None of None, and of a
+    stream, whose content is not known before it is read.
     """
     if content is None or not hasattr(content, "__len__"):
         return None
-    digest = hashlib.sha256()
-    for part in _parts(content):
-        digest.update(json.dumps(part, sort_keys=True, default=_as_json).encode() + b"\n")
-    return digest.hexdigest()
+    return content_digest(_parts(content))
 
 
 def _parts(content: Any) -> Iterator[Any]:
@@ -198,12 +155,3 @@ def _parts(content: Any) -> Iterator[Any]:
         yield from ((name, content[name]) for name in sorted(content))
     else:
         yield from (content[index] for index in range(len(content)))
-
-
-def _as_json(item: Any) -> Any:
-    """What JSON has no form for, as something that it has."""
-    if isinstance(item, Tensor) and item.is_floating_point():
-        return [str(item.dtype), list(item.shape), _some_numbers(item).hex()]
-    if isinstance(item, (Tensor, np.ndarray)):
-        return item.tolist()
-    return dict(item) if isinstance(item, Mapping) else repr(item)

@@ -10,8 +10,8 @@ from torch import nn
 
 from alphatoken.errors import ConfigError
 from alphatoken.model.parameter_choice import ParameterChoice
+from alphatoken.support.resume import SAMPLED_NUMBERS, tensor_digest
 from alphatoken.train.distributed import Ranks
-from alphatoken.train.identity import fingerprint
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.refused_settings import checkpointing, compiled, scaled
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
@@ -55,7 +55,7 @@ def check_same_weights(accelerator: Any, model: nn.Module) -> None:
     ranks = Ranks(accelerator)
     if ranks.world == 1 or layout(accelerator) != "fsdp2":
         return
-    own = ranks.gather_objects(fingerprint(model.named_parameters()))
+    own = ranks.gather_objects(tensor_digest(model.named_parameters(), numbers=SAMPLED_NUMBERS))
     if len(set(own)) > 1:
         raise ConfigError(
             "the processes hold different weights",

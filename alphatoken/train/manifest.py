@@ -8,18 +8,18 @@ one process calls it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from alphatoken.errors import ConfigError, DataError, warn_caller
+from alphatoken.support.resume import describe_changes, file_digest, refuse_changes
 from alphatoken.support.storage import flush, read_json, write_json
-from alphatoken.train.identity import apart
+from alphatoken.train.identity import split_changes
 
 __all__ = [
     "MANIFEST",
@@ -45,9 +45,8 @@ RESULTS = "_alphatoken"
 rows; the underscore keeps them out of what the trainers upload to the hub."""
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_BLOCK = 1 << 20
-_WHOLE = 64 * _BLOCK
-"""Files up to this size are hashed whole; of larger ones 64 blocks, the first and last included."""
+_BLOCKS = 64
+"""Files up to 64 MiB are hashed whole; of larger ones so many blocks of 1 MiB."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def verify(folder: Path) -> Manifest:
             size = (folder / name).stat().st_size
             if size != expected["size"]:
                 problem = f"{size} bytes, {expected['size']} expected"
-            elif _digest(folder / name, size) != expected["sha256"]:
+            elif file_digest(folder / name, blocks=_BLOCKS) != expected["sha256"]:
                 problem = "its content has changed"
         except OSError as missing:
             problem = str(missing)
@@ -243,27 +242,23 @@ def require_same_run(
             why="it steps inside the backward, layer by layer, where transformers does not save it",
             remedy="train from the start, or with an optimizer of the whole model",
         )
-    changed, noted = (
-        {name: f"{name}: {old!r} then, {new!r} now" for name, (old, new) in found.items()}
-        for found in apart(manifest.facts, facts, allowed)
+    changes, rounding = split_changes(manifest.facts, facts, allowed)
+    names = sorted(changes)
+    on_purpose = (
+        f"; or, to go on with new ones on purpose, train(..., allow_changed={names!r}), which "
+        f"is --allow_changed {' '.join(names)} on the command line"
     )
-    if changed:
-        names = sorted(changed)
-        on_purpose = (
-            f"; or, to go on with new ones on purpose, train(..., allow_changed={names!r}), which "
-            f"is --allow_changed {' '.join(names)} on the command line"
-        )
-        raise ConfigError(
-            f"this is not the run that '{path}' belongs to",
-            got="; ".join(changed.values()),
-            why="its result would be neither run's; and each process has its own part of data "
-            "order, random state and statistics",
-            remedy="give the values of the interrupted run"
-            + ("" if "processes" in changed else on_purpose),
-        )
-    if noted:
+    refuse_changes(
+        changes,
+        what=f"this is not the run that '{path}' belongs to",
+        why="its result would be neither run's; and each process has its own part of data "
+        "order, random state and statistics",
+        remedy="give the values of the interrupted run"
+        + ("" if "processes" in changes else on_purpose),
+    )
+    if rounding:
         warn_caller(
-            f"not as before ({'; '.join(noted.values())}): the run goes on, and may differ by "
+            f"not as before ({describe_changes(rounding)}): the run goes on, and may differ by "
             "rounding (and by draws of dropout) from the one that it would have been"
         )
 
@@ -271,18 +266,4 @@ def require_same_run(
 def _entry(path: Path) -> dict[str, Any]:
     flush(path)
     size = path.stat().st_size
-    return {"size": size, "sha256": _digest(path, size)}
-
-
-def _digest(path: Path, size: int) -> str:
-    """SHA-256 of a file, or of 64 evenly spread blocks of a large one."""
-    starts: Iterable[int] = range(0, size, _BLOCK)
-    if size > _WHOLE:
-        last = _WHOLE // _BLOCK - 1
-        starts = (index * (size - _BLOCK) // last for index in range(last + 1))
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for start in starts:
-            file.seek(start)
-            digest.update(file.read(_BLOCK))
-    return digest.hexdigest()
+    return {"size": size, "sha256": file_digest(path, blocks=_BLOCKS)}

@@ -31,6 +31,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torc
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, UnsupportedError
+from alphatoken.model.loading import model_name, unsaid
 from alphatoken.support.storage import write_text
 from alphatoken.train.checkpoint import STAGING, RunCheckpoints
 from alphatoken.train.checks import check_given, check_run, check_tokens
@@ -39,7 +40,7 @@ from alphatoken.train.fisher_cache import check_fisher_rows
 from alphatoken.train.fused_head import require_fused_head
 from alphatoken.train.hooks import require_hooks
 from alphatoken.train.identity import (
-    content_digest,
+    dataset_digest,
     frozen_fingerprint,
     library_versions,
     run_options,
@@ -52,7 +53,6 @@ from alphatoken.train.layouts import (
 )
 from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.loading import model_name, unsaid
 from alphatoken.train.micro_batch import PLAN_KEY, MicroBatchPlan
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import chosen_policy
@@ -550,7 +550,7 @@ class AlphaTrainerMixin(_Base):
             "processes": self.args.world_size,
             "trainer": type(self).__name__,
             "options": run_options(self.args),
-            "data": {name: content_digest(data) for name, data in self.alpha_data().items()},
+            "data": {name: dataset_digest(data) for name, data in self.alpha_data().items()},
             "frozen_weights": frozen_fingerprint(self.model),
             "reference_weights": self._reference_digest,
             "versions": library_versions(),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
+from alphatoken.model.loading import text_tokenizer
 from alphatoken.support.storage import write_json
 from alphatoken.train.checks import has_pass
 from alphatoken.train.datasets import plain_rows
@@ -27,7 +28,6 @@ from alphatoken.train.distributed import Ranks
 from alphatoken.train.identity import run_options
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.layouts import layout
-from alphatoken.train.loading import text_tokenizer
 from alphatoken.train.placement import cache_folder, on_accelerator
 from alphatoken.train.policies.ratio import TopRatioPolicy
 from alphatoken.train.policies.trained_weights import copied

@@ -23,14 +23,14 @@ from alphatoken.data.pairs import pair_problem
 from alphatoken.data.token_rows import check_tokens, has_labels
 from alphatoken.data.trl_rows import check_row, in_trls_form
 from alphatoken.errors import InputError
-from alphatoken.train.datasets import as_dataset, columns_of, plain_rows, without_rows
-from alphatoken.train.loading import (
+from alphatoken.model.loading import (
     find_parts,
     load_tokenizer,
     model_name,
     rows_tokenizer,
     text_tokenizer,
 )
+from alphatoken.train.datasets import as_dataset, columns_of, plain_rows, without_rows
 
 __all__ = ["form_of", "read_pairs", "read_rows", "require_tokens", "tokenizer_of"]
 

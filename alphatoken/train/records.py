@@ -9,11 +9,11 @@ from pathlib import Path
 from torch import Tensor
 
 from alphatoken.data.pieces import token_texts
+from alphatoken.model.loading import model_name, text_tokenizer
 from alphatoken.train.datasets import plain_rows
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.loading import model_name, text_tokenizer
 from alphatoken.train.micro_batch import MicroBatch, MicroBatchValues, undivided
 from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.results import VALUES, export_values, write_run_report

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.errors import ConfigError, ModelError
+from alphatoken.model.folder import is_adapter
+from alphatoken.model.loading import has_tokenizer, limits_of, load_tokenizer, model_name
 from alphatoken.model.token_ids import embedding_rows
-from alphatoken.train.loading import has_tokenizer, limits_of, load_tokenizer, model_name
-from alphatoken.train.model_folder import is_adapter
 from alphatoken.train.python_rows import tokenizer_of
 
 __all__ = ["check_reference", "check_tokens"]

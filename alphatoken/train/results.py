@@ -13,15 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.report import (
-    ScoredExample,
-    Visits,
-    read_values,
-    summarise,
-    write_report,
-    write_values,
-)
-from alphatoken.report.examples import IGNORE
+from alphatoken.score.statistics import summarise
+from alphatoken.score.value_page import write_report
+from alphatoken.score.values import IGNORE, ScoredExample, Visits, read_values, write_values
 from alphatoken.support.storage import read_json
 from alphatoken.train.documents import BRANCHES, row_documents
 from alphatoken.train.ledger import COMPONENTS, UNIT, DocumentValues, ValueLedger

@@ -19,8 +19,8 @@ from alphatoken.errors import (
     warn_caller,
 )
 from alphatoken.model.batch import IGNORE, label_mask
+from alphatoken.model.loading import text_tokenizer
 from alphatoken.train.datasets import columns_of, plain_rows
-from alphatoken.train.loading import text_tokenizer
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.python_rows import read_rows

@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PreTrainedModel, set_seed
 
 from alphatoken.errors import ConfigError, InputError, refuse_unknown
+from alphatoken.model.folder import is_adapter, require_tokenizer_files
+from alphatoken.model.loading import find_parts, load_for_training, load_or_refuse, text_tokenizer
 from alphatoken.model.transformers import require_head
 from alphatoken.train.datasets import require_trls_dataset
-from alphatoken.train.loading import find_parts, load_for_training, load_or_refuse, text_tokenizer
-from alphatoken.train.model_folder import is_adapter, require_tokenizer_files
 from alphatoken.train.options import RENAMED
 
 __all__ = ["bind_arguments", "load_model_and_tokenizer"]

@@ -226,8 +226,8 @@ def _areas(rows: Sequence[_Row]) -> dict[str, Any]:
 
 def main(model: str, rows: Path, out: Path) -> None:
     """Measure one model and write ``out``."""
+    from alphatoken.model.loading import load_causal_model, load_tokenizer
     from alphatoken.support.storage import write_json
-    from alphatoken.train.loading import load_causal_model, load_tokenizer
 
     loaded, tokenizer = load_causal_model(model), load_tokenizer(model)
     write_json(out, find_dirt(loaded.float().eval(), tokenizer, rows, _say))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.report.drawing import COLOURS, DASHES, MARKERS, canvas, save
+from alphatoken.score.drawing import COLOURS, DASHES, MARKERS, canvas, save
 from alphatoken.support.storage import write_json
 from alphatoken_lab.runner.folder import GridFolder
 from alphatoken_lab.runner.grid import Cell, Grid, all_cells

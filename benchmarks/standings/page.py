@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.report.drawing import COLOURS, canvas, save
+from alphatoken.score.drawing import COLOURS, canvas, save
 from alphatoken.support.storage import write_json
 from benchmarks.frontier.draws import MODELS
 from benchmarks.pages import DOCS, load, number, span, table

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from alphatoken.corpus.options import ModelOptions
 from alphatoken.errors import ModelError
-from alphatoken.report import read_values
-from alphatoken.train.loading import load_causal_model
+from alphatoken.model.loading import load_causal_model
+from alphatoken.score import read_values
+from alphatoken.score.options import ModelOptions
 from tests.both_programs import main
 from tests.rows import jsonl
 from tests.tiny_language import make_model, make_tokenizer

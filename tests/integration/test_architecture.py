@@ -49,6 +49,7 @@ REGISTRIES = {
     "alphatoken/scorer.py": "the certificate, loaded when a scorer is verified",
     "alphatoken/train/policies/__init__.py": "a policy of any package",
     "alphatoken/__init__.py": "public names, loaded at first use",
+    "alphatoken/score/__init__.py": "public names, loaded at first use",
     "alphatoken/train/__init__.py": "public names, loaded at first use",
     "alphatoken/diagnose/registry.py": "a diagnostic, loaded at first use",
     "alphatoken/cli/program.py": "a command, loaded when it is called",

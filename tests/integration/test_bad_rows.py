@@ -10,7 +10,7 @@ import pytest
 
 from alphatoken.data import EncodeOptions, Row, Turn, encode_prompt, encode_row
 from alphatoken.errors import DataError
-from alphatoken.train.loading import find_limits, find_parts
+from alphatoken.model.loading import find_limits, find_parts
 from tests.both_programs import main
 from tests.integration import tiny_training as tiny
 from tests.rows import jsonl

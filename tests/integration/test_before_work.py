@@ -26,7 +26,7 @@ def rows(tmp_path: Path) -> str:
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a command that must end before tokenizer and model; gives status and message."""
-    from alphatoken.train import loading
+    from alphatoken.model import loading
 
     monkeypatch.setattr(loading, "load_or_refuse", lambda *_, **__: pytest.fail("loaded"))
 
@@ -93,7 +93,7 @@ def test_layers_that_the_model_lacks_are_said_before_its_weights_are_loaded(
 def test_an_earlier_run_is_refused_before_rows_are_read(
     rows: str, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from alphatoken.corpus import run
+    from alphatoken.score import run
 
     monkeypatch.setattr(run, "prepare_job", lambda _: pytest.fail("read"))
     out = tmp_path / "out"

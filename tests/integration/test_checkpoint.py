@@ -661,7 +661,7 @@ def test_nan_stops_the_run_and_the_last_checkpoint_is_whole(tmp_path: Path) -> N
 
 
 def test_a_digest_is_of_the_content() -> None:
-    of = identity.content_digest
+    of = identity.dataset_digest
     rows, changed = tiny.sft_rows(30), tiny.sums(30)
     changed[17]["prompt"] += "?"
     shuffled = rows.shuffle(seed=1)
@@ -681,7 +681,7 @@ def test_a_digest_is_of_the_content() -> None:
 
 
 def test_a_digest_of_other_sequences() -> None:
-    of = identity.content_digest
+    of = identity.dataset_digest
     rows = [{"input_ids": [i, i + 1], "labels": torch.tensor([i])} for i in range(1000)]
     assert of(rows) == of([dict(reversed(row.items())) for row in rows]) != of(rows[:-1])
     assert of(iter(rows)) is of(None) is None

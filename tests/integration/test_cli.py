@@ -21,7 +21,7 @@ from alphatoken import FisherDrift, Scorer, ScorerConfig, select_top
 from alphatoken.cli import main
 from alphatoken.data import Example, batches, encode_rows, read_rows
 from alphatoken.estimate import contraction
-from alphatoken.report import ScoredExample, read_values, value_files
+from alphatoken.score import ScoredExample, read_values, value_files
 from tests.integration.small_world import World, write_rows
 from tests.rows import jsonl
 from tests.tiny_language import make_model, make_tokenizer
@@ -430,7 +430,7 @@ def test_missing_extra_is_said_before_the_work(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from alphatoken.corpus import run
+    from alphatoken.score import run
 
     monkeypatch.setattr(run, "find_spec", lambda name: None)
     assert world.score(tmp_path / "out") == 2

@@ -29,7 +29,7 @@ from alphatoken.cli.training_data import RunData, load_run_data
 from alphatoken.data import Turn, pair_of
 from alphatoken.data.stdlib import write_files
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.report import read_values
+from alphatoken.score import read_values
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.manifest import RUN
 from alphatoken.train.options import AlphaOptions

@@ -538,7 +538,7 @@ OTHERS: dict[str, tuple[str, Check]] = {
     ),
     "peft: LoRA layers": ("model/transformers.py, train/mixin.py", _adapts),
     "peft: load_peft_weights": (
-        "train/loading.py", lambda: takes(at("peft.utils:load_peft_weights"), "folder")
+        "model/loading.py", lambda: takes(at("peft.utils:load_peft_weights"), "folder")
     ),
     "accelerate: layouts": ("train/layouts.py, direction/optimizers.py", _accelerates),
     "torch_optimizer: _rectify, _weight_decouple": ("direction/updates.py", _other_optimizers),

@@ -19,11 +19,11 @@ import pytest
 
 from alphatoken import ConfigError, DataError, Scorer
 from alphatoken.cli import main
-from alphatoken.corpus.notes import about_encoding
-from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import EncodeOptions, EncodeReport, Fields, read_records
 from alphatoken.data.source import find_source, source_of
-from alphatoken.report import value_files
+from alphatoken.score import value_files
+from alphatoken.score.notes import about_encoding
+from alphatoken.score.rows import Corpus, draw_rows
 from tests.integration.small_world import World, flags, write_rows
 from tests.integration.test_cli import load, same
 from tests.places import nightly
@@ -239,7 +239,7 @@ def test_a_selection_over_all_keeps_the_best_and_the_files_types(
 def test_engines_are_refused_before_any_work(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    from alphatoken.corpus import engines
+    from alphatoken.score import engines
 
     assert world.score(tmp_path / "out", "--workers", 2) == 2
     assert "--workers needs --engine ray" in capsys.readouterr().err

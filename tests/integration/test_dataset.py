@@ -13,7 +13,7 @@ import torch
 from alphatoken import DataError
 from alphatoken.data import WeightedCollator
 from alphatoken.oracle.gradients import token_losses
-from alphatoken.report import read_values
+from alphatoken.score import read_values
 from tests.integration.small_world import World
 
 datasets = pytest.importorskip("datasets")

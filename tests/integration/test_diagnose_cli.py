@@ -27,7 +27,7 @@ from alphatoken.diagnose.registry import DIAGNOSTICS, find
 from alphatoken.diagnose.subject import Subject
 from alphatoken.errors import ConfigError
 from alphatoken.support.options import option
-from alphatoken.support.storage import weights_digest
+from alphatoken.support.resume import weights_digest
 from tests.integration import small_world
 from tests.integration.small_world import flags, saved_model, write_rows
 from tests.places import nightly

@@ -17,8 +17,8 @@ from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
 from alphatoken.diagnose.page import LEAD, MOST_ROWS, section_of
 from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import DataError
-from alphatoken.report.drawing import canvas, svg_text
-from alphatoken.report.page import Section, render_page
+from alphatoken.score.drawing import canvas, svg_text
+from alphatoken.score.page import Section, render_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.pictures]
 

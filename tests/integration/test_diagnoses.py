@@ -14,7 +14,7 @@ import torch
 from alphatoken.diagnose import registry
 from alphatoken.diagnose.diagnosis import Diagnosis
 from alphatoken.diagnose.subject import Subject
-from alphatoken.support.storage import weights_digest
+from alphatoken.support.resume import weights_digest
 from tests.integration.subjects import RETENTION, examples, model, subject
 from tests.places import nightly
 

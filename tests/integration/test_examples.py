@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from alphatoken.demo.__main__ import run_demo
 from alphatoken.demo.models import SMOLLM2
-from alphatoken.report import ScoredExample, read_values
+from alphatoken.score import ScoredExample, read_values
 from tests.both_programs import main
 from tests.integration import tiny_training as tiny
 from tests.places import nightly

@@ -22,7 +22,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from alphatoken import TokenValues
 from alphatoken.errors import InputError
 from alphatoken.model.batch import label_mask
-from alphatoken.report import ScoredExample, Visits, read_values
+from alphatoken.score import ScoredExample, Visits, read_values
 from alphatoken.train.documents import row_documents
 from alphatoken.train.ledger import COMPONENTS, UNIT, ValueLedger
 from alphatoken.train.results import REPORT, export_values

@@ -22,10 +22,10 @@ from transformers import (
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.cli import main
-from alphatoken.corpus.options import ModelOptions
 from alphatoken.errors import AlphaTokenError, AlphaTokenWarning, ConfigError, ModelError
+from alphatoken.model.loading import find_parts, load_causal_model, load_for_training
+from alphatoken.score.options import ModelOptions
 from alphatoken.train import AlphaDPOTrainer
-from alphatoken.train.loading import find_parts, load_causal_model, load_for_training
 from tests.integration import tiny_training as tiny
 
 pytestmark = [

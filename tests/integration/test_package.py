@@ -84,7 +84,7 @@ def test_wheel_and_sdist_hold_all_files(built: Path) -> None:
     source = files_of(ROOT, "alphatoken")
     assert held_by(built, "alphatoken") == source
     assert held_by(built, "alphatoken_lab") == files_of(ROOT / "lab", "alphatoken_lab")
-    assert {"alphatoken/py.typed", "alphatoken/report/page.html.j2"} <= source
+    assert {"alphatoken/py.typed", "alphatoken/score/page.html.j2"} <= source
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert source | {"pyproject.toml", "LICENSE", "CITATION.cff", "tests/smoke.py"} <= held

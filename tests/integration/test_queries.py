@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alphatoken.corpus.queries import encode_queries, query_rows, read_as
 from alphatoken.data import EncodeOptions, Fields
-from alphatoken.report import ScoredExample, value_files
+from alphatoken.score import ScoredExample, value_files
+from alphatoken.score.queries import encode_queries, query_rows, read_as
 from tests.integration.browser import opened
 from tests.integration.small_world import World
 from tests.integration.test_cli import load, same

@@ -13,7 +13,6 @@ import pytest
 
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training_rows import RowReader
-from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import (
     EncodeOptions,
     Fields,
@@ -29,6 +28,7 @@ from alphatoken.data import (
 )
 from alphatoken.data.source import find_source
 from alphatoken.errors import AlphaTokenError, ColumnsError, DataError
+from alphatoken.score.rows import Corpus, draw_rows
 from alphatoken.train import AlphaSFTConfig
 from tests.integration.test_data import CHATML, byte_tokenizer, labelled_text
 from tests.rows import jsonl

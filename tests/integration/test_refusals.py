@@ -27,7 +27,7 @@ from alphatoken.errors import (
 )
 from alphatoken.estimate.token_values import require_finite_values
 from alphatoken.model.batch import require_tensors
-from alphatoken.train.loading import load_or_refuse
+from alphatoken.model.loading import load_or_refuse
 from tests.integration.snapshot import Snapshot
 from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, scorer_for
 from tests.property.architectures import BY_NAME, VOCABULARY

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from alphatoken.errors import DataError
-from alphatoken.report import (
+from alphatoken.score import (
     ScoredExample,
     read_values,
     summarise,
@@ -23,9 +23,9 @@ from alphatoken.report import (
     write_report,
     write_values,
 )
-from alphatoken.report.build import MOST_TOKENS, setting_tiles, shown_examples
-from alphatoken.report.examples import visible
-from alphatoken.report.page import script_safe
+from alphatoken.score.page import script_safe
+from alphatoken.score.value_page import MOST_TOKENS, setting_tiles, shown_examples
+from alphatoken.score.values import visible
 from tests.integration.browser import Browser, opened
 from tests.integration.test_diagnose_page import HOSTILE as TEXTS
 from tests.integration.test_diagnose_page import Page

@@ -16,7 +16,6 @@ from jinja2 import UndefinedError
 
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training_rows import RowReader
-from alphatoken.corpus.rows import Corpus
 from alphatoken.data import (
     EncodeOptions,
     Fields,
@@ -33,6 +32,7 @@ from alphatoken.data.encode import encode_example
 from alphatoken.data.messages import THOUGHTS
 from alphatoken.data.source import find_source
 from alphatoken.errors import DataError, InputError
+from alphatoken.score.rows import Corpus
 from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig
 from tests.integration import tiny_training as tiny
 from tests.integration.test_data import CHATML, byte_tokenizer, chat, labelled_text

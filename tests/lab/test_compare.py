@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from alphatoken.cli.recipes import find_recipe
 from alphatoken.data import EncodeOptions, encode_rows, read_pairs, read_rows
 from alphatoken.errors import ConfigError
+from alphatoken.model.loading import load_causal_model, load_tokenizer
 from alphatoken.support.progress import Tracker
-from alphatoken.train.loading import load_causal_model, load_tokenizer
 from alphatoken.train.policies import policy_names
 from alphatoken.train.sft import AlphaSFTConfig
 from alphatoken_lab.measure.losses import encode_file, mean_response_loss, row_losses, summary

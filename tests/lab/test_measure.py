@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.train.loading import load_causal_model, load_tokenizer
+from alphatoken.model.loading import load_causal_model, load_tokenizer
 from alphatoken_lab.measure import tasks as tasks_module
 from alphatoken_lab.measure.answers import answers, export_answers, prompt_ids, read_questions
 from alphatoken_lab.measure.measures import Measures

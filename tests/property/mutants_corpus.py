@@ -61,9 +61,9 @@ MARKED = claim(
 QUERIES = claim(test_queries.test_each_query_has_the_values_that_it_has_alone, examples=1)
 
 _SOURCE = "data.source._read_lines"
-_ROW = "corpus.rows.Corpus"
+_ROW = "score.rows.Corpus"
 
-_BY_QUERY = "corpus.blocks.BlockValuer._by_query"
+_BY_QUERY = "score.engines._values_by_query"
 
 MUTANTS = (
     _corpus(
@@ -74,7 +74,7 @@ MUTANTS = (
     _corpus(
         "rows-that-say-the-same-are-left-out",
         "a training row that repeats a query is removed, as one that repeats a validation row is",
-        "corpus.job.prepare_rows", "if not options.query", "if True", QUERIES,
+        "score.job.prepare_rows", "if not options.queries", "if True", QUERIES,
     ),
     _corpus(
         "last-ties-of-all",
@@ -84,12 +84,12 @@ MUTANTS = (
     _corpus(
         "one-row-over-the-budget",
         "the row at which the budget ends is kept too",
-        "corpus.kept_rows.best_rows", "max(1, count)", "count + 1", BEST,
+        "score.kept_rows.best_rows", "max(1, count)", "count + 1", BEST,
     ),
     _corpus(
         "the-last-of-equal-rows",
         "of rows of equal value the last ones are kept",
-        "corpus.kept_rows._ranked",
+        "score.kept_rows._ranked",
         'np.argsort(-values, kind="stable")', 'np.argsort(values, kind="stable")[::-1]', BEST,
     ),
     _corpus(

@@ -8,7 +8,7 @@ from tests.property.mutation import Claim, Mutant, claim, mutant
 NEEDS = ("trl", "peft")
 DPO = "train.dpo.AlphaDPOTrainer"
 LABELLED = "train.sft.LabelledRows"
-APART = "train.identity.apart"
+APART = "train.identity.split_changes"
 REFERENCE = "train.reference.check_tokens"
 LENGTH = claim(
     test_rules.test_pools_begin_at_log_two, "by length", examples=1, needs=NEEDS, tested=True
@@ -169,7 +169,7 @@ MUTANTS = (
         "any-option-taken-for-rounding",
         "a run goes on with another learning rate",
         "(*_ROUNDING, *_LIBRARIES)",
-        "list(found)",
+        "list(changes)",
         "learning rate",
     ),
     _resumed(

@@ -17,11 +17,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken import ConfigError, DataError, InputError, NumericalError, select_top
-from alphatoken.corpus.kept_rows import best_rows
-from alphatoken.corpus.rows import Corpus, draw_rows
 from alphatoken.data import Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources
 from alphatoken.data.split import leak_keys
+from alphatoken.score.kept_rows import best_rows
+from alphatoken.score.rows import Corpus, draw_rows
 from alphatoken.select.masks import keep_count, top_mask
 
 NUMBERS = st.one_of(

@@ -24,8 +24,8 @@ from alphatoken.diagnose.heatmap import (
 from alphatoken.diagnose.statistics import Estimate
 from alphatoken.diagnose.subject import Subject
 from alphatoken.errors import ConfigError
-from alphatoken.report.drawing import MINUS, PLUS, colour_of
-from alphatoken.report.examples import visible
+from alphatoken.score.drawing import MINUS, PLUS, colour_of
+from alphatoken.score.values import visible
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.rows import drawn_rows as rows_of
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alphatoken.corpus.blocks import BlockValuer
-from alphatoken.corpus.job import prepare_job
-from alphatoken.corpus.options import ScoreOptions
 from alphatoken.data import collate
 from alphatoken.oracle.gradients import label_values, validation_gradient
-from alphatoken.report import read_values
+from alphatoken.score import read_values
+from alphatoken.score.engines import value_block
+from alphatoken.score.job import prepare_job
+from alphatoken.score.options import ScoreOptions
 from tests.property.tolerance import close
 from tests.rows import jsonl
 from tests.tiny_language import make_model, make_tokenizer
@@ -51,10 +51,10 @@ def test_each_query_has_the_values_that_it_has_alone() -> None:
     """
     with tempfile.TemporaryDirectory() as name:
         job = prepare_job(_options(Path(name)))
-        job.part(0).parent.mkdir(parents=True)
+        job.value_file(0).parent.mkdir(parents=True)
         scorer = job.scorer()
-        BlockValuer(job, scorer).run(0)
-        found = list(read_values(job.part(0)))
+        value_block(job, scorer, 0)
+        found = list(read_values(job.value_file(0)))
         names = set(scorer.parameters)
         batches = [collate([row.example]) for row in job.corpus.rows() if row.example]
     assert [example.row for example in found] == list(range(len(ROWS)))

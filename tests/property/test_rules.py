@@ -259,7 +259,7 @@ def test_rounding_is_told_from_results(name: str) -> None:
     need(*TRAINERS)
     changed, allowed, done = RESUMED[name]
     identity = import_module("alphatoken.train.identity")
-    refused, noted = identity.apart(FACTS, {**FACTS, **changed}, allowed)
+    refused, noted = identity.split_changes(FACTS, {**FACTS, **changed}, allowed)
     assert (bool(refused), bool(noted)) == (done == "refused", done == "noted"), name
 
 

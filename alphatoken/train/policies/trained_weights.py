@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
+from alphatoken.support.resume import content_digest, weights_digest
+from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.documents import rows_fingerprint
 from alphatoken.train.policy import PolicyStage
 
@@ -46,8 +45,7 @@ def weights_folder(stage: PolicyStage, kind: str, model: str, data: str, *settin
         data: digest of its rows.
         *settings: what else it depends on, as JSON values.
     """
-    made_of = [model, data, settings, dict(stage.run)]
-    digest = blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
+    digest = content_digest([model, data, settings, dict(stage.run)])[:16]
     return Path(stage.folder) / f"{kind}-{digest}"
 
 

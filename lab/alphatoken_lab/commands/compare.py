@@ -85,7 +85,7 @@ def run(words: Sequence[str]) -> int:
     options, more = parse(words)
     if options.cell is not None:
         return _run_cell(Path(options.cell))
-    from alphatoken.corpus.folder import require_writable
+    from alphatoken.support.resume import require_writable
     from alphatoken_lab.runner.folder import GridFolder
     from alphatoken_lab.runner.grid import all_cells
     from alphatoken_lab.runner.page import write_results

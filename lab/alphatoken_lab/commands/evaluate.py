@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alphatoken.cli.options import read_options
-from alphatoken.corpus.options import ColumnOptions, ModelOptions
 from alphatoken.errors import ConfigError
+from alphatoken.score.options import ColumnOptions, ModelOptions
 from alphatoken.support.options import option
 from alphatoken_lab.measure.options import MeasureOptions, read_measures
 
 if TYPE_CHECKING:
-    from alphatoken.train.loading import ModelParts
+    from alphatoken.model.loading import ModelParts
     from alphatoken_lab.measure.measures import Measures
     from alphatoken_lab.measure.measuring import Prepared
 
@@ -127,7 +127,7 @@ def run(options: EvaluateOptions) -> None:
 
 def _measure_model(options: EvaluateOptions, out: Path) -> dict[str, Any] | None:
     """All figures; None after a dry run."""
-    from alphatoken.train.loading import find_limits, find_parts, load_causal_model, load_tokenizer
+    from alphatoken.model.loading import find_limits, find_parts, load_causal_model, load_tokenizer
     from alphatoken_lab.measure.losses import encode_files
     from alphatoken_lab.measure.measuring import measure, prepare, require_template
 
@@ -182,7 +182,7 @@ def _measure_model(options: EvaluateOptions, out: Path) -> dict[str, Any] | None
 
 
 def _check_output(out: Path, options: EvaluateOptions) -> None:
-    from alphatoken.corpus.folder import require_writable
+    from alphatoken.support.resume import require_writable
 
     if out.exists() and not out.is_dir():
         raise ConfigError("--output_dir is a file", got=str(out))

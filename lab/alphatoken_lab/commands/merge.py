@@ -91,9 +91,9 @@ def run(options: MergeOptions) -> None:
 
 def _check_folders(options: MergeOptions, out: Path) -> None:
     """Refuse, before a model is loaded, an output that exists and a folder that is no model."""
-    from alphatoken.corpus.folder import require_writable
-    from alphatoken.train.loading import find_parts
-    from alphatoken.train.model_folder import is_adapter
+    from alphatoken.model.folder import is_adapter
+    from alphatoken.model.loading import find_parts
+    from alphatoken.support.resume import require_writable
 
     if out.exists():
         raise ConfigError(
@@ -113,8 +113,8 @@ def _check_folders(options: MergeOptions, out: Path) -> None:
 
 
 def _merge(options: MergeOptions, out: Path, alpha: float) -> None:
+    from alphatoken.model.loading import find_parts, load_tokenizer, no_progress_bar
     from alphatoken.support.storage import write_json
-    from alphatoken.train.loading import find_parts, load_tokenizer, no_progress_bar
     from alphatoken_lab.methods.merge import merge_models
 
     before, after = _models(options)
@@ -141,7 +141,7 @@ def _models(options: MergeOptions) -> tuple[Any, Any]:
     """
     import torch
 
-    from alphatoken.train.loading import load_causal_model
+    from alphatoken.model.loading import load_causal_model
 
     dtype: Any = "auto" if options.adapter is None else torch.float32
     before = load_causal_model(options.before, device="cpu", dtype=dtype)

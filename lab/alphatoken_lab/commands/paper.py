@@ -73,7 +73,7 @@ def run(words: Sequence[str]) -> int:
             got="nothing",
             remedy="alphatoken-lab paper --list names them",
         )
-    from alphatoken.corpus.folder import require_writable
+    from alphatoken.support.resume import require_writable
     from alphatoken_lab.commands.compare import check_measures, run_cells
     from alphatoken_lab.paper.exhibits import LAPTOP, find
     from alphatoken_lab.paper.work import Work
@@ -165,7 +165,8 @@ def prepare_rows(work: Work) -> None:
     Raises:
         ConfigError: they are there, were made of others, and are to be trained on.
     """
-    from alphatoken.support.storage import file_digest, read_json, write_json
+    from alphatoken.support.resume import file_digest
+    from alphatoken.support.storage import read_json, write_json
     from alphatoken_lab.paper.rows import SOURCES, write_rows
 
     named = {name: getattr(work.options, f"{name}_file") for name in SOURCES[work.family]}

@@ -26,10 +26,10 @@ from alphatoken.data import (
 from alphatoken.data.markers import require_one_form
 from alphatoken.errors import DataError, NumericalError
 from alphatoken.model.batch import label_mask
+from alphatoken.model.loading import Limits
 from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
-from alphatoken.train.loading import Limits
 from alphatoken_lab.measure.measures import Measures
 
 __all__ = [

@@ -22,9 +22,9 @@ from torch import nn
 
 from alphatoken.data import Fields
 from alphatoken.errors import ConfigError
+from alphatoken.model.loading import Limits, limits_of
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.support.storage import read_json
-from alphatoken.train.loading import Limits, limits_of
 from alphatoken_lab.measure.answers import answers, export_answers, read_questions, win_rate
 from alphatoken_lab.measure.losses import (
     Encoded,

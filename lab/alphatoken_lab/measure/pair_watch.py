@@ -35,7 +35,7 @@ from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.protocol import find_adapter
-from alphatoken.train.identity import differences
+from alphatoken.support.resume import changed_settings
 from alphatoken.train.layouts import SHARDED, layout
 
 __all__ = ["OPTION", "PROBE", "PairWatch", "taken_up", "watch_pairs"]
@@ -155,7 +155,7 @@ def taken_up(earlier: CollectedPairs, about: Mapping[str, Any], step: int) -> Co
     Raises:
         ConfigError: of another probe or other settings than ``about``; names what differs.
     """
-    differing = differences(earlier.about, about)
+    differing = changed_settings(earlier.about, about)
     if differing:
         name, (then, now) = next(iter(differing.items()))
         raise ConfigError(

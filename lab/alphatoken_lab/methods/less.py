@@ -21,7 +21,8 @@ from alphatoken.errors import ConfigError, DataError, NumericalError, require_ch
 from alphatoken.select.masks import keep_count
 from alphatoken.support.precision import full_precision
 from alphatoken.support.progress import Tracker
-from alphatoken.support.storage import read_tensors, weights_digest, write_tensors
+from alphatoken.support.resume import weights_digest
+from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.documents import rows_fingerprint
 from alphatoken.train.policies.trained_weights import copy_weights, trainable
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy

@@ -19,7 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.support.storage import weights_digest, write_json
+from alphatoken.support.resume import weights_digest
+from alphatoken.support.storage import write_json
 from alphatoken.train.documents import rows_fingerprint
 from alphatoken.train.policies.standard import Standard
 from alphatoken.train.policies.trained_weights import load_copy, save_weights, weights_folder

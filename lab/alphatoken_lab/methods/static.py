@@ -36,7 +36,7 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.model.response_losses import response_losses
 from alphatoken.select.masks import keep_count
 from alphatoken.support.progress import Tracker
-from alphatoken.support.storage import weights_digest
+from alphatoken.support.resume import weights_digest
 from alphatoken.train.documents import Document, rows_fingerprint, split_batch
 from alphatoken.train.policy import PolicyStage
 from alphatoken_lab.methods.token_table import TableHeader, TokenTable

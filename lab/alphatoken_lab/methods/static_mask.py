@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
-from alphatoken.train.loading import find_parts, load_causal_model, load_tokenizer
+from alphatoken.model.loading import find_parts, load_causal_model, load_tokenizer
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.reference import check_tokens
 from alphatoken_lab.methods.static import keep_best, require_selection

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from alphatoken.errors import DataError, InputError
 from alphatoken.support.precision import wide
+from alphatoken.support.resume import changed_settings
 from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.documents import KEY_BYTES, Document, split_batch
-from alphatoken.train.identity import differences
 
 __all__ = ["TableHeader", "TokenTable"]
 
@@ -41,7 +41,7 @@ class TableHeader:
 
     Attributes:
         kind: what was computed, in a word.
-        model: digest of the weights (``alphatoken.support.storage.weights_digest``), or "".
+        model: digest of the weights (``alphatoken.support.resume.weights_digest``), or "".
         data: ``alphatoken.train.documents.rows_fingerprint`` of the rows, or "".
         settings: everything else, as plain JSON values.
     """
@@ -75,7 +75,7 @@ class TableHeader:
             DataError: naming every part that differs, with both values.
         """
         now = json.loads(expected.to_json())  # tuples are lists in a file
-        found = differences(json.loads(self.to_json()), now)
+        found = changed_settings(json.loads(self.to_json()), now)
         if found:
             parts = [f"{name}: {_short(a)} in the file, {_short(b)} here" for name, (a, b) in
                      found.items()]  # fmt: skip

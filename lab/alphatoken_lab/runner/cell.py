@@ -211,7 +211,7 @@ def _load(path: Path, spec: Mapping[str, Any], folder: str | None = None) -> tup
     from trl.trainer.utils import get_quantization_config
 
     from alphatoken.cli.training import load_tokenizer, model_options
-    from alphatoken.train.loading import load_for_training
+    from alphatoken.model.loading import load_for_training
 
     # Those of merging are none of the trainer's.
     options = {k: v for k, v in spec["resolved"].items() if k not in ("merged", "alpha")}

@@ -1,4 +1,4 @@
-"""A run over a corpus: read and seal the job, have its blocks valued, write what follows."""
+"""A run over a corpus: read and save the job, have its blocks valued, write what follows."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from alphatoken.corpus.engines import Launched, check_engine, launched, value_blocks, value_with_ray
-from alphatoken.corpus.folder import (
-    collected_warnings,
-    read_manifest,
-    refuse_foreign,
-    require_writable,
-    same_settings,
+from alphatoken.errors import ConfigError, collected_warnings
+from alphatoken.score.engines import (
+    LaunchedProcess,
+    check_engine,
+    this_process,
+    value_blocks,
+    value_with_ray,
 )
-from alphatoken.corpus.job import Job, open_job, prepare_job, seal_job
-from alphatoken.corpus.options import ScoreOptions
-from alphatoken.corpus.results import write_results
-from alphatoken.errors import ConfigError
+from alphatoken.score.job import Job, load_job, prepare_job, save_job
+from alphatoken.score.options import ScoreOptions
+from alphatoken.score.results import write_results
 from alphatoken.select.masks import keep_count
 from alphatoken.support.locks import try_lock
 from alphatoken.support.progress import shown_progress
+from alphatoken.support.resume import (
+    check_output_folder,
+    read_run,
+    refuse_other_run,
+    require_writable,
+)
 from alphatoken.support.storage import write_json
 
 __all__ = ["score_corpus"]
@@ -38,9 +43,10 @@ def score_corpus(options: ScoreOptions) -> None:
     Raises:
         AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
     """
-    here = launched()
-    # Its error now, not after the first batch.
-    keep_count(options.keep_ratio, 1, name="--keep_ratio")
+    here = this_process()
+    keep_count(
+        options.keep_ratio, 1, name="--keep_ratio"
+    )  # its error now, not after the first batch
     require_writable(options.output_dir)
     check_engine(options, here)
     if options.scorer_config().estimator == "walk" and options.verify is not None:
@@ -55,25 +61,28 @@ def score_corpus(options: ScoreOptions) -> None:
     options = here.share_of(options)
     with here.together(), shown_progress(not options.quiet):
         if here.rank == 0:
-            _lead(options, here)
+            _run_first(options, here)
         else:
-            _follow(options, here)
+            _run_other(options, here)
 
 
-def _lead(options: ScoreOptions, here: Launched) -> None:
+def _run_first(options: ScoreOptions, here: LaunchedProcess) -> None:
     """The first process: all but the blocks of others."""
     start, folder = time.monotonic(), options.folder
-    with _alone(folder), collected_warnings() as warned:
-        made = [folder / "values", folder / "job", folder / "rows.jsonl"]
-        refuse_foreign(
-            folder / "run.json", made, resume=options.resume, overwrite=options.overwrite_output
+    with _locked_folder(folder), collected_warnings() as warned:
+        check_output_folder(
+            folder / "run.json",
+            [folder / "values", folder / "job", folder / "rows.jsonl"],
+            "score",
+            resume=options.resume,
+            overwrite=options.overwrite_output,
         )
         job = prepare_job(options)
-        _open(job)
+        _prepare_folder(job)
         scorer = job.scorer()
         numbers = job.missing()
         if numbers:
-            seal_job(job)
+            save_job(job)
         here.wait()
         if options.engine == "ray" and numbers:
             value_with_ray(job, numbers)
@@ -84,7 +93,7 @@ def _lead(options: ScoreOptions, here: Launched) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked_folder(folder: Path) -> Iterator[None]:
     """Check that no other run is at work in the output folder, for as long as this one is."""
     there = folder.exists()
     handle = try_lock(folder / "lock")
@@ -106,16 +115,16 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _follow(options: ScoreOptions, here: Launched) -> None:
+def _run_other(options: ScoreOptions, here: LaunchedProcess) -> None:
     """Any other process that a launcher started."""
-    here.wait()  # until the job is sealed
-    job = open_job(options)
+    here.wait()  # until the job is saved
+    job = load_job(options)
     if numbers := here.share(job.missing()):
         value_blocks(job, job.scorer(), numbers)
     here.wait()
 
 
-def _open(job: Job) -> None:
+def _prepare_folder(job: Job) -> None:
     """Make the folder ready: a new run, an earlier one to continue, or one to replace."""
     folder = job.options.folder
     manifest = folder / "run.json"
@@ -126,9 +135,9 @@ def _open(job: Job) -> None:
         for name in ("summary.json", "report.html", "bad_rows.jsonl", "rows.jsonl"):
             (folder / name).unlink(missing_ok=True)
     if manifest.exists():
-        same_settings(read_manifest(manifest)["settings"], job.settings)
+        refuse_other_run(read_run(manifest)["settings"], job.settings)
     (folder / "values").mkdir(parents=True, exist_ok=True)
     for leftover in (folder / "values").glob(".part-*.tmp"):  # of a process that was killed
         leftover.unlink()
     if not manifest.exists():
-        write_json(manifest, {"settings": job.settings}, default=str)
+        write_json(manifest, {"command": "score", "settings": job.settings}, default=str)

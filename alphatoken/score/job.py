@@ -1,4 +1,4 @@
-"""Inputs of the values: read and checked once, sealed in the output folder, opened anywhere.
+"""Inputs of the values: read and checked once, saved in the output folder, loaded anywhere.
 
 OUT/run.json                 settings; the same at a resumed run
 OUT/job/job.json             where the rows are, which of them are held out
@@ -6,9 +6,8 @@ OUT/job/job.json             where the rows are, which of them are held out
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,24 +16,44 @@ from typing import Any
 from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer
-from alphatoken.corpus.folder import examples_digest, read_manifest
-from alphatoken.corpus.kept_rows import require_json
-from alphatoken.corpus.options import ScoreOptions
-from alphatoken.corpus.queries import encode_queries, query_rows, read_as
-from alphatoken.corpus.rows import Corpus, CorpusSurvey, draw_rows, encode_some
 from alphatoken.data import EncodeReport, Example, Row, batches, encode_rows, leak_keys
 from alphatoken.data.source import find_source, source_of
 from alphatoken.errors import ConfigError
+from alphatoken.score.kept_rows import require_json
+from alphatoken.score.options import ScoreOptions
+from alphatoken.score.queries import encode_queries, query_rows, read_as
+from alphatoken.score.rows import Corpus, CorpusSurvey, draw_rows, encode_some
 from alphatoken.support.progress import Tracker
-from alphatoken.support.storage import file_digest, weights_digest, write_json
+from alphatoken.support.resume import (
+    changed_settings,
+    content_digest,
+    file_digest,
+    read_run,
+    refuse_changes,
+    weights_digest,
+)
+from alphatoken.support.storage import write_json
 
-__all__ = ["Job", "on_device", "open_job", "prepare_job", "prepare_rows", "seal_job"]
+__all__ = [
+    "Job",
+    "examples_digest",
+    "load_job",
+    "on_device",
+    "prepare_job",
+    "prepare_rows",
+    "save_job",
+]
 
 _FILES = 1024
 """Files that the rows are spread over where nothing else is asked for."""
 
 _LEAST = 64
 """Rows of a file, at least, where nothing else is asked for."""
+
+
+def examples_digest(examples: Iterable[Example]) -> str:
+    """Digest of rows, ids and labels: of the data, the tokenizer and how it was used, in one."""
+    return content_digest([one.row.index, one.input_ids, one.labels] for one in examples)
 
 
 def on_device(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -48,13 +67,13 @@ class Job:
     """Everything that the values depend on, read and checked.
 
     Attributes:
-        options: what was asked for.
+        options: of the command.
         corpus: the rows to value.
         validation: encoded validation rows; ``encoded`` says what happened to them.
         fisher: of the stability term.
         model: on its device.
         survey: of the corpus; None in a process that only values.
-        second: the reference model.
+        reference: the second model, whose losses are subtracted.
     """
 
     options: ScoreOptions
@@ -64,30 +83,30 @@ class Job:
     fisher: FisherDrift | None
     model: nn.Module
     survey: CorpusSurvey | None = None
-    second: nn.Module | None = None
+    reference: nn.Module | None = None
 
     @property
-    def block(self) -> int:
+    def block_size(self) -> int:
         """Rows of a value file, those that are left out included."""
-        return self.options.shard_size or _block(self.corpus.source.rows)
+        return self.options.shard_size or _default_block_size(self.corpus.source.rows)
 
     @property
     def blocks(self) -> range:
         """Numbers of the value files."""
-        return range(-(-self.corpus.source.rows // self.block))
+        return range(-(-self.corpus.source.rows // self.block_size))
 
-    def part(self, number: int) -> Path:
+    def value_file(self, number: int) -> Path:
         """The value file of a block."""
         return self.options.folder / "values" / f"part-{number:05d}.parquet"
 
     def missing(self) -> list[int]:
         """Blocks that are not finished."""
-        return [number for number in self.blocks if not self.part(number).exists()]
+        return [number for number in self.blocks if not self.value_file(number).exists()]
 
-    def stretch(self, number: int) -> range:
+    def block_rows(self, number: int) -> range:
         """The rows of a block."""
         rows = range(self.corpus.source.rows)
-        return rows[number * self.block : (number + 1) * self.block]
+        return rows[number * self.block_size : (number + 1) * self.block_size]
 
     def scorer(self) -> Scorer:
         """A scorer of its own validation rows; it builds G when it is first used.
@@ -96,14 +115,14 @@ class Job:
         """
         options = self.options
         size = 1 if options.query else options.per_device_train_batch_size
-        held = [on_device(b, self.model) for b in batches(self.validation, size)]
+        validation = [on_device(b, self.model) for b in batches(self.validation, size)]
         config = replace(options.scorer_config(), standard_errors=len(options.query) > 1)
         scorer = Scorer(
             self.model,
-            held or None,
+            validation or None,
             retention=self.fisher,
             config=config,
-            reference=self.second,
+            reference=self.reference,
         )
         scorer.pin("job")  # nothing is trained, so the weights need not be read to see it
         return scorer
@@ -125,7 +144,7 @@ class Job:
             or (f"{drawn} rows of the training file" if drawn else None),
             "query": options.query or None,
             "reference": options.reference,
-            "reference_sha256": None if self.second is None else weights_digest(self.second),
+            "reference_sha256": None if self.reference is None else weights_digest(self.reference),
             "fisher_file": fisher or "none",
             "layers": layers if isinstance(layers, (int, str)) else list(layers),
             "parameters": valued.pop("parameters"),
@@ -133,7 +152,7 @@ class Job:
             "keep_ratio": options.keep_ratio,
             "keep_scope": options.keep_scope,
             "per_device_train_batch_size": options.per_device_train_batch_size,
-            "shard_size": self.block,
+            "shard_size": self.block_size,
             "max_length": how.pop("max_length"),
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "leak_key": options.leak_key,
@@ -167,13 +186,13 @@ def prepare_job(options: ScoreOptions) -> Job:
             why="its steps are on all of them together, and its values have no part of each",
             remedy="one --query, or --estimator label",
         )
-    corpus, held, fisher = prepare_rows(options)
+    corpus, validation, fisher = prepare_rows(options)
     reading = Tracker("Reading rows", corpus.source.rows, not options.quiet)
     survey = corpus.survey(reading.report)
-    survey.counts["validation"] = len(held)
+    survey.counts["validation"] = len(validation)
     if options.rows in ("mean", "sum"):
         require_json(corpus.source)
-    job = _job(options, corpus, held, fisher, survey)
+    job = _job(options, corpus, validation, fisher, survey)
     for query in job.validation if options.query and not options.quiet else ():
         print(read_as(query), file=sys.stderr)
     return job
@@ -188,13 +207,13 @@ def prepare_rows(options: ScoreOptions) -> tuple[Corpus, list[Row], FisherDrift 
     corpus, fisher = _corpus(options, find_source(options.train_file).limited(options.train_limit))
     if options.reference is not None:
         _check_reference(options)
-    held, drawn = _given_rows(options), frozenset[int]()
+    validation, drawn = _validation_rows(options), frozenset[int]()
     if not (options.reference or options.query or options.validation_file):
-        held = draw_rows(corpus, options.validation_rows or 0, options.seed)
-        drawn = frozenset(row.index for row in held)
+        validation = draw_rows(corpus, options.validation_rows or 0, options.seed)
+        drawn = frozenset(row.index for row in validation)
     # Of a query the rows that say the same are the answer that is looked for.
-    keys = frozenset(key for row in held if not options.query for key in leak_keys(row))
-    return replace(corpus, drawn=drawn, validation=keys), held, fisher
+    keys = frozenset(key for row in validation if not options.query for key in leak_keys(row))
+    return replace(corpus, drawn=drawn, validation=keys), validation, fisher
 
 
 def _corpus(options: ScoreOptions, source: Any) -> tuple[Corpus, FisherDrift | None]:
@@ -212,7 +231,7 @@ def _corpus(options: ScoreOptions, source: Any) -> tuple[Corpus, FisherDrift | N
     return corpus, fisher
 
 
-def _given_rows(options: ScoreOptions) -> list[Row]:
+def _validation_rows(options: ScoreOptions) -> list[Row]:
     """The queries; or rows of the validation file, by the named columns where a row has them.
 
     None where they are drawn from the training rows, or a second model stands in their place.
@@ -225,18 +244,18 @@ def _given_rows(options: ScoreOptions) -> list[Row]:
 def _job(
     options: ScoreOptions,
     corpus: Corpus,
-    held: list[Row],
+    rows: list[Row],
     fisher: FisherDrift | None,
     survey: CorpusSurvey | None = None,
 ) -> Job:
     if options.query:
-        validation, encoded = encode_queries(held, corpus.tokenizer, corpus.how)
+        validation, encoded = encode_queries(rows, corpus.tokenizer, corpus.how)
     else:
         encode = encode_rows if options.reference else partial(encode_some, what="validation")
-        validation, encoded = encode(held, corpus.tokenizer, corpus.how)
+        validation, encoded = encode(rows, corpus.tokenizer, corpus.how)
     model, path = options.model(), options.reference
-    second = None if path is None else options.other(path).model()
-    return Job(options, corpus, validation, encoded, fisher, model, survey, second)
+    reference = None if path is None else options.other(path).model()
+    return Job(options, corpus, validation, encoded, fisher, model, survey, reference)
 
 
 def _check_reference(options: ScoreOptions) -> None:
@@ -262,16 +281,16 @@ def _check_reference(options: ScoreOptions) -> None:
         )
 
 
-def _block(rows: int) -> int:
+def _default_block_size(rows: int) -> int:
     """Rows a file: a multiple of 64, so that there are about a thousand files.
 
-    >>> [_block(rows) for rows in (20, 100_000, 10_000_000)]
+    >>> [_default_block_size(rows) for rows in (20, 100_000, 10_000_000)]
     [64, 128, 9792]
     """
     return max(_LEAST, -(-rows // _FILES // _LEAST) * _LEAST)
 
 
-def seal_job(job: Job) -> None:
+def save_job(job: Job) -> None:
     """Write down what another process needs to value the same rows the same way."""
     document = {
         "settings": job.settings,
@@ -284,27 +303,24 @@ def seal_job(job: Job) -> None:
     write_json(path, document, default=str)
 
 
-def open_job(options: ScoreOptions) -> Job:
-    """The job that was sealed in the output folder, in another process.
+def load_job(options: ScoreOptions) -> Job:
+    """The job that was saved in the output folder, in another process.
 
     Raises:
         DataError: there is none, or its files changed. ConfigError: it is another one.
     """
-    document = read_manifest(options.folder / "job" / "job.json")
+    document = read_run(options.folder / "job" / "job.json")
     corpus, fisher = _corpus(options, source_of(document["source"]))
     drawn = document["drawn"]
     keys = frozenset(document["held"])
     corpus = replace(corpus, drawn=frozenset(drawn), validation=keys)
     rows = (corpus.row(index) for index in drawn)
-    held = _given_rows(options) or [row for row in rows if isinstance(row, Row)]
-    job = _job(options, corpus, held, fisher)
-    due, found = document["settings"], json.loads(json.dumps(job.settings, default=str))
-    differing = [key for key in due if due[key] != found.get(key)]
-    if differing:
-        raise ConfigError(
-            "this process does not have what the job was made with",
-            got=f"{differing[0]}: {found.get(differing[0])!r}, not {due[differing[0]]!r}",
-            why="its values would not be those of the other processes",
-            remedy="the same model, files and options on every machine",
-        )
+    validation = _validation_rows(options) or [row for row in rows if isinstance(row, Row)]
+    job = _job(options, corpus, validation, fisher)
+    refuse_changes(
+        changed_settings(document["settings"], job.settings),
+        what="this process does not have what the job was made with",
+        why="its values would not be those of the other processes",
+        remedy="the same model, files and options on every machine",
+    )
     return job

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,20 +20,79 @@ from typing import Any, Literal
 import jinja2
 
 from alphatoken.errors import DataError
-from alphatoken.report.drawing import MINUS, PLUS
-from alphatoken.report.examples import visible
-from alphatoken.report.numbers import number
+from alphatoken.score.drawing import MINUS, PLUS
+from alphatoken.score.values import visible
 
 __all__ = [
+    "Cell",
     "Column",
     "Picture",
     "Section",
     "ShownTable",
     "anchor_of",
+    "cell_text",
     "environment",
+    "interval",
+    "number",
     "render_page",
     "script_safe",
 ]
+
+Cell = str | int | float | bool | None
+
+_DASH, _MINUS = "\u2013", "\u2212"
+
+
+def number(value: int | float | None, digits: int = 3, *, signed: bool = False) -> str:
+    """A short number; whole ones are written out.
+
+    >>> [number(x) for x in (-0.00012345, 0.123456, 12345, 12345.6, 2.0, 1.5e7, None)]
+    ['−1.23e-04', '0.123', '12,345', '12,346', '2', '15,000,000', '–']
+    >>> number(0.5, signed=True), number(0.0, signed=True), number(float("-inf"))
+    ('+0.5', '0', '−∞')
+    """
+    if value is None or math.isnan(value):
+        return _DASH
+    size = abs(value)
+    sign = _MINUS if value < 0 else "+" if signed and value else ""
+    if math.isinf(size):
+        return f"{sign}∞"
+    if 10**digits <= size < 1e6 or (size < 1e15 and size == int(size)):
+        return f"{sign}{size:,.0f}"
+    return sign + (f"{size:.{digits}g}" if 1e-3 <= size < 1e6 else f"{size:.{digits - 1}e}")
+
+
+def cell_text(cell: Cell) -> str:
+    """Text of a table's cell.
+
+    >>> [cell_text(cell) for cell in (None, True, 0.123456, "x", " ")]
+    ['–', 'yes', '0.123', 'x', '␣']
+    """
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, str):
+        return cell if cell.strip(" ") else "\u2423" * len(cell)  # a token may be a space
+    return number(cell)
+
+
+def interval(value: Cell, low: Cell, high: Cell) -> str:
+    """``value [low, high]``, all three with the decimals that the interval's width gives meaning.
+
+    >>> interval(0.914, 0.871, 0.95), interval(3e-9, 1e-9, 5e-9), interval(None, None, None)
+    ('0.914 [0.871, 0.950]', '3.00e-09 [1.00e-09, 5.00e-09]', 'not defined')
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "not defined"
+    finite = [one for one in (value, low, high) if isinstance(one, (int, float))]
+    finite = [float(one) for one in finite if math.isfinite(one)]
+    largest = max(map(abs, finite), default=0.0)
+    if len(finite) < 3 or not 1e-3 <= largest < 1e5:
+        return f"{cell_text(value)} [{cell_text(low)}, {cell_text(high)}]"
+    width = finite[2] - finite[1] or 0.1 * largest
+    decimals = min(6, max(0, 1 - math.floor(math.log10(width))))
+    texts = [f"{one:.{decimals}f}".replace("-", _MINUS) for one in finite]
+    return f"{texts[0]} [{texts[1]}, {texts[2]}]"
+
 
 _SIZE = re.compile(r'<svg\b[^>]*?\swidth="([0-9.]+)(pt)?"')
 
@@ -53,10 +113,10 @@ class Picture:
     @property
     def width(self) -> int:
         """Its natural width in CSS pixels; a DataError where it is no SVG."""
-        found = _SIZE.search(self.svg)
-        if found is None:
+        size = _SIZE.search(self.svg)
+        if size is None:
             raise DataError("a figure is no SVG with a width", got=self.anchor)
-        return round(float(found[1]) * (4 / 3 if found[2] else 1))
+        return round(float(size[1]) * (4 / 3 if size[2] else 1))
 
 
 @dataclass(frozen=True)
@@ -147,7 +207,7 @@ def render_page(
     """
     script = ""
     if data is not None:  # the one script; its digest in the page's policy lets no other run
-        script = files("alphatoken.report").joinpath("page.js").read_text(encoding="utf-8")
+        script = files("alphatoken.score").joinpath("page.js").read_text(encoding="utf-8")
     return (
         environment()
         .get_template("page.html.j2")
@@ -173,15 +233,15 @@ def render_page(
 
 def environment() -> jinja2.Environment:
     """Environment of jinja2 that renders pages and their parts."""
-    made = jinja2.Environment(
-        loader=jinja2.PackageLoader("alphatoken.report", "."),
+    pages = jinja2.Environment(
+        loader=jinja2.PackageLoader("alphatoken.score", "."),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"visible": visible, "number": number, "address": _address}
-    return made
+    pages.filters |= {"visible": visible, "number": number, "address": _address}
+    return pages
 
 
 def anchor_of(text: str) -> str:

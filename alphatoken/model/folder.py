@@ -13,9 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alphatoken.data.file_kinds import LFS
-from alphatoken.data.survey import first_few
-from alphatoken.errors import AlphaTokenWarning, ModelError, UnsupportedError, warn_caller
+from alphatoken.errors import (
+    AlphaTokenWarning,
+    ModelError,
+    UnsupportedError,
+    first_few,
+    warn_caller,
+)
+from alphatoken.support.storage import LFS
 
 __all__ = [
     "is_adapter",

@@ -20,16 +20,16 @@ import torch
 from torch import nn
 
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError, quoted
-from alphatoken.model.protocol import find_adapter
-from alphatoken.model.token_ids import embedding_rows
-from alphatoken.support.storage import read_json
-from alphatoken.train.model_folder import (
+from alphatoken.model.folder import (
     is_adapter,
     require_adapter_folder,
     require_model_folder,
     require_tokenizer_files,
     require_weights,
 )
+from alphatoken.model.protocol import find_adapter
+from alphatoken.model.token_ids import embedding_rows
+from alphatoken.support.storage import read_json
 
 __all__ = [
     "Limits",

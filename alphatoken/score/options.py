@@ -52,7 +52,7 @@ class ModelOptions:
         Raises:
             ModelError: it is missing or unreadable. ConfigError: no such device.
         """
-        from alphatoken.train.loading import find_parts, load_causal_model
+        from alphatoken.model.loading import find_parts, load_causal_model
 
         parts = find_parts(self.model_name_or_path, self.adapter)
         return load_causal_model(
@@ -69,7 +69,7 @@ class ModelOptions:
         Raises:
             ModelError: it is missing or unreadable.
         """
-        from alphatoken.train.loading import find_parts, load_tokenizer
+        from alphatoken.model.loading import find_parts, load_tokenizer
 
         parts = find_parts(self.model_name_or_path, self.adapter)
         return load_tokenizer(parts.tokenizer, trust_remote_code=self.trust_remote_code)
@@ -86,7 +86,7 @@ class ModelOptions:
             ModelError: no configuration.
         """
         from alphatoken.model.layer_choice import layers_within, read_layers
-        from alphatoken.train.loading import find_limits, find_parts
+        from alphatoken.model.loading import find_limits, find_parts
 
         chosen = read_layers(layers)
         parts = find_parts(self.model_name_or_path, self.adapter)

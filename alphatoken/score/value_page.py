@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.report.examples import COMPONENTS, ScoredExample, visible
-from alphatoken.report.numbers import number
-from alphatoken.report.page import Column, Section, ShownTable, environment, render_page
-from alphatoken.report.statistics import Extreme, ValueSummary
+from alphatoken.score.page import Column, Section, ShownTable, environment, number, render_page
+from alphatoken.score.statistics import Extreme, ValueSummary
+from alphatoken.score.values import COMPONENTS, ScoredExample, visible
 from alphatoken.support.storage import write_text
 
 __all__ = ["setting_tiles", "shown_example", "shown_examples", "window", "write_report"]
@@ -50,7 +49,7 @@ def write_report(
 
     Args:
         path: the HTML file.
-        summary: from :func:`alphatoken.report.summarise`.
+        summary: from :func:`alphatoken.score.summarise`.
         title: heading of the page.
         settings: what was run, shown as a table.
         notes: sentences a reader must know before trusting the numbers.
@@ -101,10 +100,12 @@ def _share(summary: ValueSummary) -> str:
 def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any]]:
     """Sections of a page about values, and the data for its script."""
     said = {one.key: one for one in summary.components}
-    found = [component for component in COMPONENTS if component.key in said]
+    components = [component for component in COMPONENTS if component.key in said]
     # A component that is zero everywhere is said to be so; drawing it would only take room.
-    present = [c for c in found if c.key == "total" or said[c.key].minimum or said[c.key].maximum]
-    zero = [c.name for c in found if c not in present]
+    present = [
+        c for c in components if c.key == "total" or said[c.key].minimum or said[c.key].maximum
+    ]
+    zero = [c.name for c in components if c not in present]
     if not any(c.key == "stability" for c in present):  # then the total is the adaptation
         present = [c for c in present if c.key != "adaptation"]
     shown, left_out = shown_examples(summary.sample, [c.key for c in present])
@@ -122,8 +123,8 @@ def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any
         _extremes("Highest", summary.highest),
         _extremes("Lowest", summary.lowest),
     ]
-    components = [{"key": c.key, "name": c.name, "meaning": c.meaning} for c in present]
-    return sections, {"components": components, "examples": shown}
+    described = [{"key": c.key, "name": c.name, "meaning": c.meaning} for c in present]
+    return sections, {"components": described, "examples": shown}
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 
 from alphatoken.data.source import RowSource
 from alphatoken.errors import DataError
-from alphatoken.report import read_values
-from alphatoken.report.examples import IGNORE
-from alphatoken.report.files import read_row_values
+from alphatoken.score.values import IGNORE, read_row_values, read_values
 from alphatoken.select.masks import keep_count
 from alphatoken.support.storage import replacing
 
@@ -37,15 +35,15 @@ def require_json(source: RowSource) -> None:
     Raises:
         DataError: one cannot; a record that cannot be read at all is passed over.
     """
-    for found in source.read():
-        if isinstance(found.record, DataError):
+    for row in source.read():
+        if isinstance(row.record, DataError):
             continue
         try:
-            json.dumps(found.record)
+            json.dumps(row.record)
         except TypeError as error:
             raise DataError(
                 "a row cannot be written as JSON",
-                got=f"{found.place}: {error}",
+                got=f"{row.place}: {error}",
                 remedy="turn dates, decimals and bytes into text first",
             ) from None
 
@@ -164,10 +162,10 @@ def _whole(
     """Records of the kept rows as they are, and the number of their response tokens."""
     tokens = np.zeros(source.rows, np.int64)
     tokens[columns["row"][kept]] = columns["response_tokens"][kept]
-    for found in source.read():
-        if tokens[found.index]:
-            assert not isinstance(found.record, DataError)  # it was valued
-            yield found.record, int(tokens[found.index])
+    for row in source.read():
+        if tokens[row.index]:
+            assert not isinstance(row.record, DataError)  # it was valued
+            yield row.record, int(tokens[row.index])
 
 
 def _line(record: Mapping[str, Any]) -> str:

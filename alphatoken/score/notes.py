@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from alphatoken import FisherDrift
-from alphatoken.corpus.job import Job
-from alphatoken.corpus.rows import CorpusSurvey
 from alphatoken.data import EncodeReport, Survey
 from alphatoken.data.encode import NO_RESPONSE
-from alphatoken.report import ValueSummary
+from alphatoken.score.job import Job
+from alphatoken.score.rows import CorpusSurvey
+from alphatoken.score.statistics import ValueSummary
 from alphatoken.values import derivative_notes
 
 __all__ = ["about_encoding", "about_pools", "write_notes"]
@@ -66,12 +66,12 @@ def _about_stability(fisher: FisherDrift | None, summary: ValueSummary) -> list[
     return notes
 
 
-def about_pools(counts: Mapping[str, int], held: str = "retention rows") -> list[str]:
-    """Sentences about rows removed to keep pools apart; ``held`` is the Fisher's pool."""
+def about_pools(counts: Mapping[str, int], fisher_rows: str = "retention rows") -> list[str]:
+    """Sentences about rows removed to keep pools apart; ``fisher_rows`` is the Fisher's pool."""
     removed = {
         "removed_same_as_validation": "training rows repeat a validation row or prompt",
         "removed_same_as_fisher": "training rows repeat a retention row or a prompt of the Fisher",
-        "fisher_removed_same_as_validation": f"{held} repeat a validation row or prompt",
+        "fisher_removed_same_as_validation": f"{fisher_rows} repeat a validation row or prompt",
     }
     shared = "; --leak_key conversation keeps those that share the prompt alone"
     return [

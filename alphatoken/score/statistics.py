@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.report.examples import COMPONENTS, ScoredExample
+from alphatoken.score.values import COMPONENTS, ScoredExample
 
 __all__ = ["ComponentSummary", "Extreme", "ValueSummary", "summarise", "worded"]
 
@@ -69,9 +69,9 @@ class ValueSummary:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that fits a summary file (no sample)."""
-        found = asdict(replace(self, sample=[]))
-        del found["sample"]
-        return found
+        record = asdict(replace(self, sample=[]))
+        del record["sample"]
+        return record
 
 
 def summarise(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -14,24 +14,16 @@ from typing import Any
 import numpy as np
 
 from alphatoken import Scorer
-from alphatoken.corpus.job import Job, on_device
-from alphatoken.corpus.kept_rows import row_ends, write_rows
-from alphatoken.corpus.notes import about_encoding, write_notes
-from alphatoken.corpus.queries import read_as
-from alphatoken.data import Example, Row, collate, token_texts
+from alphatoken.data import Row, collate, token_texts
 from alphatoken.data.survey import short
 from alphatoken.errors import DataError, ModelError
-from alphatoken.report import (
-    ScoredExample,
-    ValueSummary,
-    read_values,
-    summarise,
-    write_report,
-    write_values,
-)
-from alphatoken.report.examples import responses
-from alphatoken.report.files import value_files
-from alphatoken.report.queries import QueryRanks, ShownQuery, write_query_report
+from alphatoken.score.job import Job, on_device
+from alphatoken.score.kept_rows import row_ends, write_rows
+from alphatoken.score.notes import about_encoding, write_notes
+from alphatoken.score.queries import QueryRank, rank_rows, write_query_report
+from alphatoken.score.statistics import ValueSummary, summarise
+from alphatoken.score.value_page import write_report
+from alphatoken.score.values import ScoredExample, read_values, value_files, write_values
 from alphatoken.select.masks import top_mask
 from alphatoken.support.storage import write_json, write_jsonl
 from alphatoken.values import Certificate, derivative_text
@@ -61,15 +53,16 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
         _keep_over_all(folder, options.keep_ratio)
     rows = row_ends(folder / "values", options.rows or "mean")
     written = _written_rows(job)
-    ranks, texts = QueryRanks(len(options.query)), partial(token_texts, job.corpus.tokenizer)
-    summary = summarise(ranks.through(_checked(job)), seed=options.seed, texts=texts)
+    ranks = [QueryRank() for _ in options.query]
+    texts = partial(token_texts, job.corpus.tokenizer)
+    summary = summarise(rank_rows(_checked_examples(job), ranks), seed=options.seed, texts=texts)
     notes = write_notes(job, survey, summary, warned)
     document = {
         "settings": job.settings,
         "pools": survey.counts,
         "encoded": {"train": asdict(survey.encoded), "validation": asdict(job.encoded)},
         "values": summary.as_dict(),
-        "queries": ranks.as_dict(),
+        "queries": [rank.as_dict() for rank in ranks],
         "certificate": None if certificate is None else str(certificate),
         "rows": {**rows, "written": written},
         "notes": notes,
@@ -85,10 +78,17 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
         }
         page, name = folder / "report.html", Path(options.train_file).name
         if options.query:
-            shown = [_shown(query, texts) for query in job.validation]
-            asked = "a query" if len(shown) == 1 else f"{len(shown)} queries"
-            title = f"Rows of {name} for and against {asked}"
-            write_query_report(page, shown, ranks, title=title, texts=texts, **more)
+            count = len(job.validation)
+            queries = "a query" if count == 1 else f"{count} queries"
+            write_query_report(
+                page,
+                job.validation,
+                ranks,
+                rows=summary.sequences,
+                title=f"Rows of {name} for and against {queries}",
+                texts=texts,
+                **more,
+            )
         else:
             write_report(page, summary, title=f"Token values of {name}", **more)
     # Rows that are left out were counted aloud before the work.
@@ -98,18 +98,14 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
     _say(job, summary, certificate, [note for note in notes if note not in told])
 
 
-def _shown(query: Example, texts: Callable[[Sequence[int]], list[str]]) -> ShownQuery:
-    return ShownQuery(texts(query.input_ids), responses(query.labels).tolist(), read_as(query))
-
-
-def _checked(job: Job) -> Iterator[ScoredExample]:
+def _checked_examples(job: Job) -> Iterator[ScoredExample]:
     """Read everything back, and see that each file holds rows of its own stretch of the data."""
     for number in job.blocks:
-        for example in read_values(job.part(number)):
-            if example.row not in job.stretch(number):
+        for example in read_values(job.value_file(number)):
+            if example.row not in job.block_rows(number):
                 raise DataError(
                     "the value files do not hold the training rows",
-                    got=str(job.part(number)),
+                    got=str(job.value_file(number)),
                     why="it was exchanged or changed since it was written",
                     remedy="remove it and go on with --resume",
                 )
