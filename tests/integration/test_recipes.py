@@ -244,7 +244,7 @@ def test_a_later_recipe_and_a_walks_own_options_give_way_too(tmp_path: Path) -> 
 
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("learning_rate: 3e-4\nkeep-ratio: 0.7\nscore_layers: 1\n")
+    recipe.write_text("learning_rate: 3e-4\nkeep-ratio: 0.7\nlayers: 1\n")
     arguments = read_arguments("sft", ["--config", str(recipe), "--use_cpu"], AlphaSFTConfig)
     assert arguments.training.learning_rate == 3e-4  # YAML reads 3e-4 as text
     assert arguments.training.keep_ratio == 0.7
@@ -254,7 +254,7 @@ def test_a_later_recipe_goes_before_an_earlier_one(tmp_path: Path) -> None:
     """And the command line before both."""
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("about: one\nlearning_rate: 3.0e-4\nkeep_ratio: 0.7\nseed: 1\n")
-    second.write_text("keep_ratio: 0.6\nseed: 2\nscore_layers: 1\n")
+    second.write_text("keep_ratio: 0.6\nseed: 2\nlayers: 1\n")
     words = ["--config", str(first), f"--config={second}", "--seed", "3", "--use_cpu"]
     args = read_arguments("sft", words, AlphaSFTConfig).training
     assert (args.learning_rate, args.keep_ratio, args.seed) == (3e-4, 0.6, 3)
