@@ -100,8 +100,8 @@ class ScorerConfig:
             the observed one (or one of its own), less exact. "auto": differences where parameters
             below the scored layers take part and their arithmetic allows it, one-sided under
             ``observe`` without dropout, else central; forward mode for the last layers alone,
-            which it runs from their input on. Where one of the two cannot be had, the other is
-            taken, said once. ``TokenValues`` say which it was, and the estimated error.
+            which it runs from their input on. If the model rules one of the two out, the other is
+            used, with one warning. ``TokenValues`` say which it was, and the estimated error.
         walk_steps: n, the steps of a walk, each on the next of the validation batches.
         walk_learning_rate: of its AdamW, constant, without weight decay; None takes 5e-5, and in a
             trainer the run's.

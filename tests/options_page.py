@@ -124,7 +124,7 @@ def _within(one: Field[Any]) -> str:
         return limits.within
     if limits.choices:
         return " or ".join("null" if name is None else f"'{name}'" for name in limits.choices)
-    return limits.range_in_words().replace("None", "null")
+    return "null, or " * limits.optional + limits.range_in_words()
 
 
 def _escaped(text: str) -> str:

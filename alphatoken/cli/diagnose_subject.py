@@ -31,7 +31,7 @@ VALIDATION_ROWS = 32
 
 _FIELDS = ("prompt", "response", "messages")
 
-_SAME = (*SIZES, "ratio", "batch_size", "tuning_rate", "seed")
+_SAME = (*SIZES, "tuning_rate", "seed")
 """Options that a subject has by the same name; left out, its own defaults hold."""
 
 
@@ -164,6 +164,8 @@ def prepare(options: DiagnoseOptions) -> Prepared:
         beside={name: options.other(path).model for name, path in beside.items()},
         fisher=fisher,
         config=config,
+        ratio=options.keep_ratio,
+        batch_size=options.per_device_train_batch_size,
         **{name: said for name in _SAME if (said := getattr(options, name)) is not None},
         progress=not options.quiet,
         names={key: name for key, name in names.items() if name is not None},

@@ -34,9 +34,8 @@ from alphatoken.model.response_losses import response_losses
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import DEVICES, wide
 
-__all__ = ["FORMS", "TOLERANCE", "Differences", "DirectionalDerivative", "precision_obstacle"]
+__all__ = ["TOLERANCE", "Differences", "DirectionalDerivative", "precision_obstacle"]
 
-FORMS = ("central", "one_sided")
 
 TOLERANCE = 2e-2
 """Estimated relative error beyond which differences are refused."""

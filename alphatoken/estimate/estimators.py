@@ -28,28 +28,11 @@ from alphatoken.model.capture import Recorder
 from alphatoken.model.uses import AttentionUse, DeltaUse
 
 __all__ = [
-    "CAPTURED",
-    "ESTIMATORS",
-    "SELF_ONLY",
-    "SPLIT",
-    "WALK",
     "TokenErrors",
     "pull_back",
     "scored_attentions",
     "token_errors",
 ]
-
-CAPTURED = ("alphatoken", "direct", "path", "paper_literal")
-ESTIMATORS = (*CAPTURED, "label")
-"""First-order values: contractions of gradients with M."""
-WALK = "walk"
-"""Loss differences along a walk; see ``direction.walk``."""
-SELF_ONLY = ("alphatoken", "direct")
-"""Estimators that need the self-only backward."""
-SPLIT = (*SELF_ONLY, "paper_literal")
-"""Estimators with a direct and a causal part: they need the attention calls, recorded through the
-switchable backward. Path and label have one undivided value."""
-
 
 Consume = Callable[[str, int, Tensor], None]
 """Takes ("direct" or "causal", index in ``recorder.linears``, error (b, t, d_out))."""

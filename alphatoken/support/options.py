@@ -53,12 +53,12 @@ class Limits:
         )
 
     def range_in_words(self) -> str:
-        """The range as the error says it.
+        """The range as errors say it, whether or not None is allowed beside it.
 
         >>> Limits(at_least=0, below=1).range_in_words()
         'at least 0 and below 1'
-        >>> Limits(above=0, below=float("inf"), optional=True).range_in_words()
-        'None, or above 0 and finite'
+        >>> Limits(above=0, below=float("inf")).range_in_words()
+        'above 0 and finite'
         """
         ends = {
             "at least": self.at_least,
@@ -68,7 +68,7 @@ class Limits:
         }
         words = [f"{name} {end:g}" for name, end in ends.items() if end not in _UNBOUNDED]
         words += ["finite"] if math.inf in ends.values() else []
-        return "None, or " * self.optional + " and ".join(words)
+        return " and ".join(words)
 
 
 _UNBOUNDED = (None, math.inf, -math.inf)
@@ -158,6 +158,10 @@ def check_options(options: Any, kind: type | None = None) -> None:
         if not limits.ranged or (value is None and limits.optional):
             continue
         if not all(map(limits.holds, entries)):
+            words = limits.range_in_words()
             raise ConfigError(
-                f"{one.name} must be {limits.range_in_words()}", got=repr(value), why=limits.why
+                f"{one.name} must be {words}",
+                got=repr(value),
+                why=limits.why,
+                remedy=f"None, or a number {words}" if limits.optional else "",
             )

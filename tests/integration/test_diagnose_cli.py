@@ -129,7 +129,7 @@ def test_a_dataclass_is_a_command_line(capsys: pytest.CaptureFixture[str]) -> No
     words = "--needed 1 --that --learning-rate 1e-3 --no-kept --sizes 4,5 --rates 0.5 --most 3"
     found = read_options("told", Told, spelled(words.split()))
     assert found == Told(
-        needed=1, that=True, learning_rate=1e-3, kept=False, sizes=(4, 5), rates=(0.5,), at_most=3
+        needed=1, that=True, learning_rate=1e-3, kept=False, sizes=(4, 5), rates=(0.5,), most=3
     )
     found = read_options("told", Told, ["--needed", "1", "--that", "--sizes", "none", "--kept"])
     assert (found.sizes, found.most, found.kept) == ((), None, True)
@@ -337,7 +337,7 @@ def test_without_retention_rows_fisher_says_so_and_the_others_run(
         ("fisher", {}, (), "needs held-out retention rows"),
         ("drift", {}, (), "needs held-out retention rows"),
         ("coverage", {"ratio": "0"}, (), "ratio"),
-        ("coverage", {"layers": "x"}, (), "--layers"),
+        ("coverage", {"layers": "x"}, (), "layers cannot be read"),
         ("coverage", {"window": "x"}, (), "--window"),
         ("coverage", {"tokens": "0"}, (), "must be at least 1"),
         ("coverage", {}, ("--resume", "--overwrite_output"), "not allowed with"),

@@ -67,13 +67,13 @@ def test_arguments_of_another_trainer_are_refused(tmp_path: Path) -> None:
 # --- parsers of command lines -------------------------------------------------------------------
 
 WORDS = {
-    "policy": "bottom", "keep_ratio": "0.25", "score_layers": "0,2",
+    "policy": "bottom", "keep_ratio": "0.25", "layers": "0,2",
     "window": "8", "stability_weight": "0.5", "preconditioner": "null", "fisher_cache": "none",
     "shared_threshold": "true", "export_values": "false", "retention": "none", "use_cpu": "true",
     "objective": "adaptation", "learning_rate": "2e-3", "bf16": "false",
 }  # fmt: skip
 READ = {
-    "policy": "bottom", "keep_ratio": 0.25, "score_layers": "0,2",
+    "policy": "bottom", "keep_ratio": 0.25, "layers": "0,2",
     "window": 8, "stability_weight": 0.5, "preconditioner": None, "fisher_cache": None,
     "shared_threshold": True, "export_values": False, "retention": "none", "use_cpu": True,
     "objective": "adaptation", "learning_rate": 2e-3, "bf16": False,

@@ -190,7 +190,7 @@ DPO: Cases = {
     ),
     "responses of no room": (
         {"max_response_length": 0},
-        {"null, or from 1": {"max_response_length": None}},
+        {"None, or a number at least 1": {"max_response_length": None}},
     ),
 }
 REFUSALS = [

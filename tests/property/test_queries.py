@@ -39,8 +39,8 @@ def _options(folder: Path) -> ScoreOptions:
         output_dir=str(folder / "out"),
         estimator="label",
         layers="2",
-        queries=QUERIES,
-        batch_size=2,
+        query=QUERIES,
+        per_device_train_batch_size=2,
         quiet=True,
     )
 
