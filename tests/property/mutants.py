@@ -492,7 +492,7 @@ _DEMANDED = (
         "stale direction",
         (
             "model.fingerprint.numbers_of",
-            "return tuple(found)",
+            "return tuple(digests)",
             "return ()",
         ),
         claim(test_direction.test_direction_is_never_stale, small(), "path"),
@@ -689,7 +689,8 @@ OWN = (
         "what names choose is left out where linears are chosen too",
         (
             "model.scope.Scope.parameters",
-            "return chosen | {name: p for name, p in self.named.items() if id(p) not in known}",
+            "return chosen | {name: p for name, p in self.named.items() "
+            "if id(p) not in chosen_ids}",
             "return chosen or dict(self.named)",
         ),
         claim(
@@ -884,7 +885,7 @@ OWN = (
     mutant(
         "errors-beside-the-way-forgotten",
         "a linear that no other one's error passes is not asked for by itself",
-        ("model.backward.stream_errors", "if i not in seen]", "if False]"),
+        ("model.backward.stream_errors", "if i not in consumed]", "if False]"),
         claim(test_options.test_errors_streamed_are_the_errors_kept, DEEP, True),
     ),
     _estimators(
@@ -1118,7 +1119,7 @@ OWN = (
     _head(
         "target-left-in-the-heads-error",
         "the error below the head lacks the row of W that belongs to the target",
-        ("_fold_rows", ".sub_(seen.weight[seen.targets])", ""),
+        ("_fold_rows", ".sub_(predictions.weight[predictions.targets])", ""),
     ),
     _head(
         "sums-not-shrunk-under-a-larger-maximum",
@@ -1155,13 +1156,13 @@ OWN = (
     _head(
         "losses-of-other-targets",
         "losses asked for at the same positions are taken for those of other tokens",
-        ("HeadUse._asked", " and torch.equal(known.targets, targets)", ""),
+        ("HeadUse._cached_for", " and torch.equal(cached.targets, targets)", ""),
         on_model(test_head.test_losses_asked_twice, "llama"),
     ),
     _head(
         "tangents-times-errors-of-other-rows",
         "label values of an observed forward pair tangents with the errors of other predictions",
-        ("HeadUse.dual_losses", "(known.errors * dh", "(known.errors.roll(1, 0) * dh"),
+        ("HeadUse.dual_losses", "(cached.errors * dh", "(cached.errors.roll(1, 0) * dh"),
         on_model(test_head.test_observed_label_values, "llama", "linears"),
     ),
     _head(

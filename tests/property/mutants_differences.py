@@ -314,8 +314,8 @@ MUTANTS = (
         "a weight in use in two places has the gradient of one of them",
         (
             "direction.objective.objective_sums",
-            "held = [(name, one) for name, one in in_use.values() if one.requires_grad]",
-            "held = [*dict(v for v in in_use.values() if v[1].requires_grad).items()]",
+            "watched = [(name, one) for name, one in in_use.values() if one.requires_grad]",
+            "watched = [*dict(v for v in in_use.values() if v[1].requires_grad).items()]",
         ),
         claim(
             sharded.test_sharded_label_values_are_the_oracles,

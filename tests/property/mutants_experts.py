@@ -125,7 +125,7 @@ MUTANTS = (
     _mixture(
         "router-not-named",
         "where experts are captured, the report leaves their router out",
-        "model.scope.find_scope", "if name not in taken}", "if name not in uncovered}",
+        "model.scope.find_scope", "if name not in captured}", "if name not in uncovered}",
         values(CASE),
     ),
     _mixture(

@@ -75,8 +75,8 @@ SLICES = (
         "rows are taken as they come, and end at their first response token",
         (
             "around_responses",
-            "seen = torch.where(batch.mask, places - begun, -1)",
-            "seen = batch.mask.long()",
+            "offsets = torch.where(batch.mask, places - begun, -1)",
+            "offsets = batch.mask.long()",
         ),
         CUT,
     ),
@@ -433,7 +433,7 @@ DRIFT = (
         (
             "model.fingerprint.numbers_of",
             "by_kind.setdefault((words.device, words.dtype), []).append(words)",
-            "found.append((id(tensor), tensor._version))",
+            "digests.append((id(tensor), tensor._version))",
         ),
         claim(test_direction.test_direction_is_never_stale, small(), "path"),
     ),
