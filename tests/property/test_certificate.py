@@ -22,7 +22,7 @@ from alphatoken.support.progress import Tracker
 from alphatoken.values import Certificate
 from tests.places import tiered
 from tests.property.catalogue import BY_NAME
-from tests.property.mutation import Edit, Mutant, applied, without_proofs
+from tests.property.mutation import Mutant, applied, row, without_proofs
 from tests.property.profiles import budget
 from tests.property.setups import Setup, make_scorer, quiet, setups, stepped, summed_loss
 from tests.property.strategies import make_case
@@ -253,7 +253,7 @@ def test_a_mutant_does_not_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def edit(target: str, old: str, new: str) -> Mutant:
     """A fault of this file alone."""
-    return Mutant(f"{target}: {new}", "", (Edit(target, old, new),), (), listed=False)
+    return row(f"{target}: {new}", (), "", (target, old, new))
 
 
 def test_the_linear_that_is_off_is_named() -> None:

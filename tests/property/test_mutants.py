@@ -15,14 +15,7 @@ from tests.places import nightly
 from tests.property import generate_docs
 from tests.property.catalogue import BY_NAME, CLAIMS, LISTED, MUTANTS, OF_LAB, ROOMS
 from tests.property.claims import EQUATIONS, KINDS, ROWS
-from tests.property.mutation import (
-    Edit,
-    Mutant,
-    applied,
-    claim,
-    function_of,
-    hunt,
-)
+from tests.property.mutation import Edit, Mutant, applied, claim, function_of, hunt, row
 from tests.property.sources import source_of
 
 SENTENCES = """
@@ -85,7 +78,7 @@ def test_every_mutant_of_the_list_is_there() -> None:
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names)
     assert all(name == name.lower() and " " not in name for name in names)
-    sentences = {mutant.sentence for mutant in MUTANTS if not mutant.listed}
+    sentences = {mutant.sentence for mutant in MUTANTS if mutant not in LISTED}
     assert not sentences & wanted
 
 
@@ -109,7 +102,7 @@ def test_a_function_is_the_mutant_inside_and_itself_again_afterwards() -> None:
     before = [_state(edit) for edit in edits]
 
     def inside() -> None:
-        with applied(Mutant("six", "", edits, (), listed=False)) as calls:
+        with applied(row("six", (), "", *edits)) as calls:
             assert all(_state(e)[0] != one[0] for e, one in zip(edits, before, strict=True))
             frozen = function_of(FROZEN)
             assert frozen.__kwdefaults__ == {"floor": 3}
@@ -131,7 +124,7 @@ def _state(edit: Edit) -> tuple[object, ...]:
 def test_a_mutant_whose_text_is_gone_is_an_error() -> None:
     """When the library changes, its mutants must follow; none turns into a no-op."""
     edit = Edit("select.masks.keep_count", "no such text", "x")
-    with pytest.raises(LookupError, match="must follow"), applied(Mutant("m", "", (edit,), ())):
+    with pytest.raises(LookupError, match="must follow"), applied(row("m", (), "", edit)):
         pass
     with pytest.raises(LookupError, match="must follow"):
         source_of("select.masks.no_such_function")
@@ -173,7 +166,7 @@ def test_a_failure_that_is_not_the_propertys_own_is_no_kill(name: str) -> None:
     one, words, error, said = NO_KILLS[name]
     edit = Edit("select.masks.keep_count", *words)
     with pytest.raises(error, match=said or None):
-        hunt(Mutant("no kill", "", (edit,), ()), one)
+        hunt(row("no kill", (), "", edit), one)
     assert selection.keep_count(0.5, 10) == 5
 
 
@@ -237,7 +230,7 @@ def test_every_oracle_is_in_the_table_and_in_its_properties() -> None:
     assert every - named == set(PARTS_OF_ORACLES.split())
     assert named <= every
     known = generate_docs.properties()
-    for row in ROWS:
-        text = generate_docs.used_by(known[row.name][0])
-        missing = {o for o in row.oracles if o[0] != "(" and not re.search(rf"\b{o}\b", text)}
-        assert not missing - {"sgd_step"}, f"{row.name} never calls {sorted(missing)}"
+    for one in ROWS:
+        text = generate_docs.used_by(known[one.name][0])
+        missing = {o for o in one.oracles if o[0] != "(" and not re.search(rf"\b{o}\b", text)}
+        assert not missing - {"sgd_step"}, f"{one.name} never calls {sorted(missing)}"
