@@ -234,7 +234,10 @@ def without_a_fault(one: Trial) -> Certificate:
 
 @pytest.mark.parametrize("name", tiered(sorted(SEEN), OFTEN.split()))
 def test_a_mutant_does_not_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the fault inside the certificate fails and names the component."""
+    """With the fault inside the certificate fails and names the component.
+
+    Proves: a mutant does not agree (exact), against mutants of the core.
+    """
     # The observed losses would refuse some before the certificate can.
     monkeypatch.setattr(Recording, "require_losses", lambda *_: None)
     right = without_a_fault(SEEN[name])
@@ -294,7 +297,10 @@ def test_the_linear_that_is_off_is_named() -> None:
 def test_right_code_agrees(
     setup: Setup, estimator: str, window: int | None, objective: str, part: str
 ) -> None:
-    """Every structure and option."""
+    """Every structure and option.
+
+    Proves: right code agrees (exact), against every component anew.
+    """
     if estimator in ("label", "path") or (estimator == "direct" and part == "causal"):
         part = "both"
     with quiet():

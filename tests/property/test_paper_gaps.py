@@ -68,7 +68,10 @@ def test_the_factor_of_the_bound_does_not_vanish_with_the_head_width() -> None:
 
 
 def test_prompt_and_response_are_cut_apart() -> None:
-    """Row 17: a prompt keeps its end, a response its start."""
+    """Row 17: a prompt keeps its end, a response its start.
+
+    Proves: prompt and response are cut apart (exact), against slices by hand.
+    """
     pytest.importorskip("trl")
     from alphatoken.train.datasets import cut_pair
 
