@@ -1,7 +1,7 @@
 """Rows of docs/paper-gaps.md that no property of an estimator, a step or a Fisher proves.
 
-What a row of the mathematics says is otherwise the claim of a property (claims.py). What the
-packaged recipes are set to is one table here.
+What a row of the mathematics says is otherwise proved by a property, which says so on a line
+``Proves:`` of its docstring. What the packaged recipes are set to is one table here.
 """
 
 from __future__ import annotations
