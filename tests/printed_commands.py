@@ -71,7 +71,7 @@ def on_pages() -> Iterator[Printed]:
     """Those of README, CONTRIBUTING, the pages and the tutorials."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("docs/**/*.ipynb")]
     for path in sorted(pages):
-        if path.stem in ("CHANGELOG", "claims", "files", "kill-matrix", "log", "options"):
+        if path.stem in ("CHANGELOG", "claims", "files", "log", "options"):
             continue
         place, text = str(path.relative_to(ROOT)), prose(path)
         for kind, block in _BLOCK.findall(text):

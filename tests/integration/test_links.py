@@ -12,7 +12,7 @@ from tests.printed_commands import prose
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-BUILT = {DOCS / f"{name}.md" for name in ("claims", "files", "kill-matrix", "log", "options")}
+BUILT = {DOCS / f"{name}.md" for name in ("claims", "files", "log", "options")}
 """Pages that each build of the documentation writes, so the repository does not have them."""
 
 PAGES = [

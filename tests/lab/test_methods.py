@@ -40,7 +40,10 @@ def attention_of(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Atte
 
 
 def test_rho_1_by_hand() -> None:
-    """Excess losses 2, -1, 0.5 | -3, 1; the best ceil(0.6 * 5) = 3 of the batch, signed."""
+    """Excess losses 2, -1, 0.5 | -3, 1; the best ceil(0.6 * 5) = 3 of the batch, signed.
+
+    Proves: Rho-1 (exact), against numbers by hand.
+    """
     of = batch(
         [[3.0, 1.0, 2.5], [0.5, 2.0]],
         columns={"reference_losses": [[1.0, 2.0, 2.0], [3.5, 1.0]]},
@@ -52,7 +55,10 @@ def test_rho_1_by_hand() -> None:
 
 
 def test_rho_1_by_response() -> None:
-    """Means 1, 2 and -1 of three responses: the second whole, then the first, up to the budget."""
+    """Means 1, 2 and -1 of three responses: the second whole, then the first, up to the budget.
+
+    Proves: Rho-1 (exact), against numbers by hand.
+    """
     of = batch(
         [[3.0, 1.0, 2.0], [2.0, 4.0], [5.0]],
         columns={"reference_losses": [[0.0, 2.0, 1.0], [1.0, 1.0], [6.0]]},
@@ -67,7 +73,10 @@ def test_rho_1_by_response() -> None:
 
 
 def test_talr_by_hand() -> None:
-    """Sequence means 2 and 1, tau 1.5: weights exp(-l / 1.5), at least 0.01."""
+    """Sequence means 2 and 1, tau 1.5: weights exp(-l / 1.5), at least 0.01.
+
+    Proves: TALR (exact), against numbers by hand.
+    """
     of = batch([[1.0, 3.0], [0.5, 0.5, 2.0], [9.0]])
     policy = TALR()
     assert float(policy.temperature(of)) == 2.0  # the median of 2, 1 and 9
@@ -84,6 +93,7 @@ def test_talr_by_hand() -> None:
 
 
 def test_dft_by_hand() -> None:
+    """Proves: DFT (exact), against numbers by hand."""
     of = batch([[1.0, 3.0], [0.5]])
     assert on_tokens(DFT().weights(of), of) == [
         pytest.approx([math.exp(-1), math.exp(-3)]),
@@ -94,7 +104,10 @@ def test_dft_by_hand() -> None:
 
 
 def test_eaft_by_hand() -> None:
-    """Of two tokens at 1/4 and 3/4 and others far below, of three alike, and of one alone."""
+    """Of two tokens at 1/4 and 3/4 and others far below, of three alike, and of one alone.
+
+    Proves: EAFT (exact), against numbers by hand.
+    """
     rare = -80.0
     logits = torch.tensor([
         [0.0, math.log(3), rare, rare],
@@ -124,7 +137,10 @@ def test_eaft_by_hand() -> None:
 
 
 def test_sstoken_by_hand() -> None:
-    """Uniform causal attention: token t gives 2 / (t + 1) to the two prompt tokens."""
+    """Uniform causal attention: token t gives 2 / (t + 1) to the two prompt tokens.
+
+    Proves: ssToken (exact), against numbers by hand.
+    """
     query, key = torch.zeros(1, 2, 5, 3), torch.zeros(1, 1, 5, 3)
     of = batch(
         [[0.5, 1.5, 1.0]],
@@ -143,7 +159,10 @@ def test_sstoken_by_hand() -> None:
 
 
 def test_prompt_attention_averages_heads() -> None:
-    """Two query heads on one key head, against a dense softmax."""
+    """Two query heads on one key head, against a dense softmax.
+
+    Proves: ssToken (exact), against dense softmax.
+    """
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(2, 4, 7, 5, generator=generator, dtype=torch.float64)
     key = torch.randn(2, 2, 7, 5, generator=generator, dtype=torch.float64)
@@ -188,7 +207,10 @@ def losses_of(found: PolicyStage) -> list[Tensor]:
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_flow_by_hand(tmp_path: Path, normalize: bool) -> None:
-    """w_i = exp(-f_i / median f), read back for a batch in another order and padding."""
+    """w_i = exp(-f_i / median f), read back for a batch in another order and padding.
+
+    Proves: FLOW (exact), against numbers by hand.
+    """
     found = stage(tmp_path)
     losses = losses_of(found)
     means = [float(row.mean()) for row in losses]
@@ -212,6 +234,7 @@ def test_flow_by_hand(tmp_path: Path, normalize: bool) -> None:
 
 
 def test_flow_by_token_and_temperature(tmp_path: Path) -> None:
+    """Proves: FLOW (exact), against numbers by hand."""
     found = stage(tmp_path)
     table = Flow(level="token", tau=2.0).prepare(found)
     expected = torch.cat(losses_of(found)).div(-2).exp()

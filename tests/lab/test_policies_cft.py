@@ -90,6 +90,7 @@ def own_answer(model: Any, tokenizer: Any) -> tuple[str, str]:
 def test_critical_tokens_are_those_of_one_continuation_at_a_time(
     tmp_path: Path, alternatives: int, batch: int
 ) -> None:
+    """Proves: CFT (exact), against transformers' generation."""
     model, tokenizer = tiny.model().eval(), tiny.tokenizer()
     rows = rows_of([*TEXTS, own_answer(model, tokenizer)], tokenizer)
     policy = CFT(alternatives=alternatives, max_new_tokens=3, batch=batch)
@@ -141,6 +142,7 @@ def test_a_pass_with_other_options_is_made_anew(tmp_path: Path, other: dict[str,
 
 
 def test_the_mask_is_kept_and_found_in_any_batch(tmp_path: Path) -> None:
+    """Proves: CFT (exact), against numbers by hand."""
     model, tokenizer = tiny.model(), tiny.tokenizer()
     rows = rows_of([*TEXTS, ("say", " nothing at all")], tokenizer)
     policy = CFT(max_new_tokens=3)
@@ -181,6 +183,7 @@ def test_the_mask_is_kept_and_found_in_any_batch(tmp_path: Path) -> None:
     ],
 )
 def test_the_last_answer_counts(text: str, pattern: str, wanted: str | None) -> None:
+    """Proves: CFT (exact), against numbers by hand."""
     assert final_answer(text, pattern) == wanted
 
 

@@ -124,7 +124,10 @@ def pairs(draw: st.DrawFn, least: int = 1) -> Pairs:
 
 
 def test_hand_computed_losses() -> None:
-    """In decimal arithmetic, and as the numbers that come out."""
+    """In decimal arithmetic, and as the numbers that come out.
+
+    Proves: DPO, SimPO (exact), against numbers by hand.
+    """
     getcontext().prec = 40
     log_probs = torch.tensor([[0, 0, -1.0, -2.0, -0.5], [0, 0, -0.25, -3.0, -1.5]])
     reference = torch.tensor([[0, 0, -1.5, -1.5, -1.0], [0, 0, -1.25, -2.0, -1.0]])
@@ -178,6 +181,7 @@ def test_dropped_tokens_may_hold_anything() -> None:
 
 @given(pairs())
 def test_confpo_keeps_what_is_below_the_mean_probability(case: Pairs) -> None:
+    """Proves: ConfPO (exact), against loops."""
     found = ConfPO().weights(case.batch())
     for row, log_probs in zip(case.response(found), case.response(case.log_probs()), strict=True):
         p = [math.exp(x) for x in log_probs]
@@ -189,7 +193,10 @@ def test_confpo_keeps_what_is_below_the_mean_probability(case: Pairs) -> None:
 
 
 def test_confpo_by_hand() -> None:
-    """Strict, arithmetic mean of probabilities; of equal tokens or of one nothing is left."""
+    """Strict, arithmetic mean of probabilities; of equal tokens or of one nothing is left.
+
+    Proves: ConfPO (exact), against numbers by hand.
+    """
     p = torch.tensor([[0.9, 0.5, 0.1], [0.4, 0.2, 0.3], [0.7, 0.7, 0.7], [0.2, 1.0, 1.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 0, 0]]).bool()
     kept = below_mean_probability(p.double().log(), mask)
@@ -211,7 +218,10 @@ def test_confpo_ties_do_not_depend_on_rounding(dtype: torch.dtype, length: int) 
 
 
 def test_sepo_by_hand() -> None:
-    """Ten tokens each, k = 0.3: the three most raised of the chosen, most lowered of the other."""
+    """Ten tokens each, k = 0.3: the three most raised of the chosen, most lowered of the other.
+
+    Proves: SePO (exact), against numbers by hand.
+    """
     gain = torch.tensor([3.0, -1, 0, 5, 2, -4, 1, -2, 4, -3]).expand(2, 10)
     case = Pairs((1, 1), (10, 10), "right", 0)
     columns = {
@@ -230,7 +240,10 @@ def test_sepo_by_hand() -> None:
 
 
 def test_importance_weights_by_hand() -> None:
-    """T = 2, sigma = 1/2: P = 1/2 each. I = (3, 1): W = 0.7 (3/4, 1/4) + 0.3 (1/2, 1/2)."""
+    """T = 2, sigma = 1/2: P = 1/2 each. I = (3, 1): W = 0.7 (3/4, 1/4) + 0.3 (1/2, 1/2).
+
+    Proves: TI-DPO (exact), against numbers by hand.
+    """
     span = torch.tensor([[False, True, True]])
     importance = torch.tensor([[9.0, 3.0, 1.0]], dtype=torch.float64)
     found = importance_weights(importance, span)
@@ -278,7 +291,10 @@ def difference_attribution(model: Embedded, case: Pairs, row: int, step: float =
 @given(pairs(), SEEDS)
 @budget(0.3)
 def test_attribution_is_finite_differences(case: Pairs, seed: int) -> None:
-    """Rows of a padded batch, each against its own run without padding."""
+    """Rows of a padded batch, each against its own run without padding.
+
+    Proves: TI-DPO (exact), against finite differences.
+    """
     model = decoder(seed, hidden=6)
     with torch.no_grad():
         found = attribution.gradient_attribution(model, case.batch().inputs)
@@ -331,6 +347,7 @@ def logits_of(case: Pairs, salt: int, vocabulary: int = 5) -> Tensor:
 
 @given(pairs())
 def test_sequence_divergence_is_the_loop(case: Pairs) -> None:
+    """Proves: TI-DPO (exact), against loops."""
     ours, theirs = logits_of(case, 1), logits_of(case, 2)
     wanted = torch.zeros(len(case.prompts), dtype=torch.float64)
     for row, token in case.mask.nonzero().tolist():
@@ -344,6 +361,7 @@ def test_sequence_divergence_is_the_loop(case: Pairs) -> None:
 
 @given(pairs(), st.sampled_from([0.0, 0.5]))
 def test_triplet_losses_are_the_loop(case: Pairs, margin: float) -> None:
+    """Proves: TI-DPO (exact), against loops."""
     names = [ti_dpo_terms.packed(case.log_probs(s), case.mask) for s in (6, 7, 8)]
     rows = [case.response(case.log_probs(s)) for s in (6, 7, 8)]
     # Anchors are as long as the next row's response: lengths differ.

@@ -32,7 +32,10 @@ POLICY = {"reference_epochs": EPOCHS, "reference_learning_rate": RATE}
 
 
 def test_rho_1_trains_its_reference(tmp_path: Path) -> None:
-    """The run is that with a reference which TRL trained on the same validation rows."""
+    """The run is that with a reference which TRL trained on the same validation rows.
+
+    Proves: Rho-1 (exact), against TRL on the same rows.
+    """
     own = run(tmp_path / "own" / "run", Rho1(**POLICY))
     reference = reference_by_hand(tmp_path)
     given = run(tmp_path / "given" / "run", Rho1(reference=reference))
@@ -43,7 +46,10 @@ def test_rho_1_trains_its_reference(tmp_path: Path) -> None:
 
 
 def test_a_reference_is_trained_once(tmp_path: Path) -> None:
-    """Its weights are kept by all that they depend on, and read by a second run."""
+    """Its weights are kept by all that they depend on, and read by a second run.
+
+    Proves: Rho-1 (exact), against TRL on the same rows.
+    """
     folder = tmp_path / "run"
 
     def kept() -> dict[str, int]:

@@ -316,6 +316,7 @@ P = [0.9, 0.41, 0.39, 0.05, 0.4001, 0.3999, 1.0, 0.6]
 
 
 def test_stm_by_hand() -> None:
+    """Proves: STM (exact), against numbers by hand."""
     found = table(loss=-np.log(P))
     policy = STM()
     assert policy.native_keep(found).tolist() == [p >= 0.4 for p in P]
@@ -326,6 +327,7 @@ def test_stm_by_hand() -> None:
 
 
 def test_stm_takes_easy_tokens_first() -> None:
+    """Proves: STM (exact), against numbers by hand."""
     found = table(loss=-np.log(P))
     kept = keep_best(found, STM().static_scores(found), 0.5)
     assert sorted(np.asarray(P)[kept]) == sorted(sorted(P)[-4:])
@@ -341,6 +343,7 @@ def test_stm_refuses_thresholds_without_meaning(threshold: float) -> None:
 
 
 def test_token_cleaning_by_hand() -> None:
+    """Proves: Token Cleaning (exact), against numbers by hand."""
     base = [3.0, 1.0, 2.0, 0.5, 4.0, 4.0, 1.0, 2.0]
     reference = [1.0, 1.0, 3.0, 0.1, 1.0, 3.5, 0.2, 1.9]
     found = table(base=base, reference=reference)
@@ -364,6 +367,7 @@ def test_token_cleaning_needs_a_reference(tmp_path: Path) -> None:
 
 
 def test_otsu_by_hand() -> None:
+    """Proves: XTF (exact), against numbers by hand."""
     values = np.asarray([0.0, 0.1, 0.05, 5.0, 5.2, 9.9, 10.0])
     thresholds = multi_otsu(values, 3)
     assert np.searchsorted(thresholds, values, side="right").tolist() == [0, 0, 0, 1, 1, 2, 2]
@@ -379,6 +383,7 @@ def test_otsu_by_hand() -> None:
 def test_attention_received_against_the_eager_matrices(
     pad: Any, heads: str, queries: str, layers: Any
 ) -> None:
+    """Proves: XTF (exact), against eager attention matrices."""
     own = model().double().eval()
     given = rows()
     batch = pad(given)
@@ -416,6 +421,7 @@ def test_low_outliers_by_hand() -> None:
 
 
 def test_known_tokens_by_hand() -> None:
+    """Proves: XTF (exact), against numbers by hand."""
     p = [0.94, 0.96, 0.95001, 0.9499, 0.2, 1.0, 0.5, 0.99999999]
     found = table(loss=-np.log(p))
     drops = XTF(filters=["kn"]).dropped(found)
@@ -424,6 +430,7 @@ def test_known_tokens_by_hand() -> None:
 
 
 def test_task_relevance_by_hand() -> None:
+    """Proves: XTF (exact), against numbers by hand."""
     embeddings = torch.tensor([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0], [100.0, 100.0]])
     tokens = np.asarray([0, 1, 1, 2])
     # V = (0 + 2 (3, 4) + (6, 8)) / 4 = (3, 4): distances 5, 0, 0, 5; token 3 is not in the data
@@ -440,6 +447,7 @@ def test_task_relevance_by_hand() -> None:
 
 
 def test_the_second_lowest_class_is_dropped() -> None:
+    """Proves: XTF (exact), against numbers by hand."""
     relevance = [0.0, 0.02, 0.01, 0.5, 0.52, 0.98, 1.0, 0.51]
     found = table(relevance=relevance)
     assert np.flatnonzero(XTF(filters=["tr"]).dropped(found)["tr"]).tolist() == [3, 4, 7]
@@ -514,6 +522,7 @@ def test_projections_are_one_linear_map() -> None:
 
 
 def test_adam_update_by_hand() -> None:
+    """Proves: LESS (exact), against numbers by hand."""
     g, m, v = (torch.tensor([x], dtype=torch.float64) for x in (2.0, 0.5, 0.25))
     # m' = .45 + .2 = .65, v' = .24975 + .004 = .25375
     code = adam_update(g, m, v, 9)
@@ -530,6 +539,7 @@ def test_adam_update_by_hand() -> None:
 )
 @example(tokens=[2, 2], percent=50)  # a budget that is met exactly
 def test_filling_by_tokens(tokens: list[int], percent: int) -> None:
+    """Proves: LESS (exact), against fractions."""
     order = np.arange(len(tokens))[::-1]
     found = fill_tokens(order, np.asarray(tokens), percent / 100).tolist()
     taken = sum(tokens[i] for i in found)
@@ -602,6 +612,7 @@ def less_by_hand(
 
 @pytest.mark.parametrize("aggregate", ["mean_of_cosines", "cosine_of_mean"])
 def test_less_against_autograd_by_hand(tmp_path: Path, aggregate: str) -> None:
+    """Proves: LESS (exact), against autograd, row by row."""
     at = less_stage(tmp_path)
     policy = LESS(PolicySettings(seed=3), aggregate=aggregate, **LESS_ARGUMENTS)
     settings = replace(policy.warmup, seed=3)

@@ -1,51 +1,46 @@
-"""All mutants, file by file; ``mutants`` says what one is."""
+"""All tables of mutants; ``mutation.row`` says what one row is."""
 
 from __future__ import annotations
 
 from tests.lab import mutants_policies
 from tests.property import (
     mutants,
-    mutants_adapters,
-    mutants_arithmetic,
-    mutants_corpus,
-    mutants_delta,
-    mutants_differences,
-    mutants_experts,
-    mutants_influence,
-    mutants_kernels,
+    mutants_data,
+    mutants_models,
     mutants_proofs,
-    mutants_rules,
-    mutants_run,
     mutants_train,
-    mutants_walk,
-    mutants_watch,
+    mutants_values,
 )
 
-LISTED = mutants.LISTED
+LISTED = mutants.DEMANDED
 OF_LAB = {
-    "Errors in the other methods": mutants_policies.MUTANTS,
+    "Errors in the other methods": mutants_policies.METHODS,
 }
 ROOMS = {
-    "Errors in further steps of the core": mutants.OWN,
+    "Errors in further steps of the core": mutants.CORE,
     "Errors in proofs that run on the user's model, and in the Fisher drift": (
-        mutants_proofs.MUTANTS
+        *mutants_proofs.PROOFS,
+        *mutants_proofs.SLICES,
+        *mutants_proofs.DRIFT,
     ),
-    "Errors in the adapter for transformers": mutants_adapters.MUTANTS,
+    "Errors in the adapter for transformers": mutants_models.ADAPTERS,
     "Errors in the trainers": mutants_train.TRAINERS,
     "Errors in what trainers promise beside their steps, and in what is refused": (
-        mutants_rules.MUTANTS
+        mutants_train.RULES
     ),
-    "Errors in label values by finite differences": mutants_differences.MUTANTS,
-    "Errors in influence directions": mutants_influence.MUTANTS,
-    "Errors in values along a walk": mutants_walk.MUTANTS,
-    "Errors in the oracle of whole runs": mutants_run.MUTANTS,
+    "Errors in label values by finite differences": mutants_values.VALUES_BY_DIFFERENCES,
+    "Errors in influence directions": mutants_values.INFLUENCE,
+    "Errors in values along a walk": mutants_values.WALKS,
+    "Errors in the oracle of whole runs": mutants_values.RUNS,
     **OF_LAB,
-    "Errors in what reads and ranks corpora": mutants_corpus.MUTANTS,
-    "Errors in how mixtures of experts are captured": mutants_experts.MUTANTS,
-    "Errors in how fused attention kernels are understood": mutants_kernels.MUTANTS,
-    "Errors in gated delta nets": mutants_delta.MUTANTS,
-    "Errors in what a training run collects of Value-Propagation's pairs": mutants_watch.MUTANTS,
-    "Errors in the diagnostic that compares arithmetics": mutants_arithmetic.MUTANTS,
+    "Errors in what reads and ranks corpora": mutants_data.CORPORA,
+    "Errors in how mixtures of experts are captured": mutants_models.EXPERTS,
+    "Errors in how fused attention kernels are understood": mutants_models.KERNELS,
+    "Errors in gated delta nets": mutants_models.DELTA_NETS,
+    "Errors in what a training run collects of Value-Propagation's pairs": (
+        mutants_data.COLLECTED_PAIRS
+    ),
+    "Errors in the diagnostic that compares arithmetics": mutants_data.ARITHMETICS,
 }
 """Those that nobody demanded, by room."""
 MUTANTS = (*LISTED, *(mutant for room in ROOMS.values() for mutant in room))

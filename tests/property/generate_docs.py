@@ -1,8 +1,16 @@
-"""The pages of claims and of kills, which each build of the documentation writes anew.
+"""The page of claims, which each build of the documentation writes anew.
 
-The table of claims is ``claims.ROWS`` with the properties' docstrings and the catalogue's mutants.
-The kill matrix is the catalogue with what the mutants did when they were last hunted, by
-``python -m tests.property.generate_docs kills`` (minutes), which writes docs/kill-matrix.json.
+A test that proves an equation or a statement says so in its docstring::
+
+    Proves: eq. phi_tgt_dir (exact), against ``diagonal``, autograd.
+
+In that order: labels of the paper's equations, the name of a method, or the statement; the kind of
+the quantity; the oracles of ``alphatoken.oracle`` in double backticks, and other truths in words.
+The kind is of the quantity, not of the check, which is always to rounding: ``exact``; ``unbiased``
+(its mean is exact); ``approximate`` (the method's own approximation, computed as it is defined).
+
+What mutants did when they were last hunted stands in docs/kill-matrix.json, which
+``python -m tests.property.generate_docs kills`` writes (minutes).
 """
 
 from __future__ import annotations
@@ -17,21 +25,64 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from tests.property.claims import Row as ClaimRow
     from tests.property.mutation import Kill, Mutant
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
-CLAIMS_PAGE = DOCS / "claims.md"
-KILLS_PAGE = DOCS / "kill-matrix.md"
+PAGE = DOCS / "claims.md"
 KILLS = DOCS / "kill-matrix.json"
 COMMAND = "python -m tests.property.generate_docs"
 
 
-# --- claims: a table, and what the sources say of it --------------------------------------------
+_LABELS = """
+composite_val grad_alignment causal_decomp retention_taylor fisher_proxy mc_fisher gproxy
+phi_proxy phi_tgt_dir phi_tgt_causal V_layer ap_gdp phi_total sft_masked_loss dpo_masked_loss
+val_objective train_objective global_utility_def masked_update local_utility_def
+first_order_delta shapley_closed_form_step composite_val_obj decomposition app_causal_decomp
+app_two_paths app_score_path app_exact_jacobian app_via_t app_dpo_unroll app_rank1
+app_rank1_factor app_aa_direct app_causal_rank1 app_aa_causal app_ap_gdp app_score_residual
+app_value_path_bound app_taylor app_proxy_bound app_F_ret_dagger app_gap_decomp app_wasser
+app_final_bound
+"""
+EQUATIONS = tuple(_LABELS.split())
+"""Every numbered equation of the paper, by its label."""
+NOT_PROVED = {
+    "retention_taylor": "an approximation that leaves the first-order term out; `app_taylor`, with "
+    "this term, is proved",
+    "val_objective": "the best mask of a whole training is never computed",
+    "train_objective": "the best mask of a whole training is never computed",
+    "global_utility_def": "the utility of a whole training is never computed; that of one step, "
+    "`local_utility_def`, is",
+    "app_dpo_unroll": "the sum that it rearranges is not the gradient "
+    "(`test_the_papers_routing_does_not_add_up_to_the_gradient`; row 1 of the gaps)",
+    "app_rank1": "false as written: the loss of one token uses a weight at every position before "
+    "it (row 2 of the gaps); the sum over positions is `test_outer_sum_is_the_weight_gradient`",
+    "app_final_bound": "its parts are (`app_proxy_bound`, `app_gap_decomp`, `app_wasser`); the "
+    "one inequality that joins them is not evaluated",
+}
+"""Equations that no test proves, and why none does."""
+KINDS = ("exact", "unbiased", "approximate")
+
+
+class Claim(NamedTuple):
+    """What a test proves, as its docstring says."""
+
+    name: str
+    labels: tuple[str, ...]
+    sentence: str
+    kind: str
+    against: str
+
+    @property
+    def oracles(self) -> set[str]:
+        """Functions of ``alphatoken.oracle`` among what it is compared with."""
+        return set(re.findall(r"``(\w+)``", self.against))
+
+
+# --- claims: what the tests' docstrings say ------------------------------------------------------
 
 
 FOLDERS = ("property", "lab")
@@ -53,6 +104,35 @@ def properties() -> dict[str, tuple[str, str]]:
         for node in ast.parse(text).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
+
+
+@functools.cache
+def claims() -> dict[str, Claim]:
+    """Test -> what it proves."""
+    return {
+        name: _claim(name, docstring)
+        for name, (_, docstring) in properties().items()
+        if re.search(r"^Proves:", docstring, re.MULTILINE)
+    }
+
+
+_PROVES = re.compile(rf"^Proves: (.+) \(({'|'.join(KINDS)})\), against (.+)\.$")
+
+
+def _claim(name: str, docstring: str) -> Claim:
+    paragraphs = [" ".join(paragraph.split()) for paragraph in docstring.split("\n\n")]
+    (line,) = (paragraph for paragraph in paragraphs if paragraph.startswith("Proves:"))
+    match = _PROVES.match(line)
+    if match is None:
+        raise ValueError(f"{name}: '{line}' is not 'Proves: ... (kind), against ....'")
+    what, kind, against = match.groups()
+    equations = re.match(r"eqs?\. (.+)", what)
+    words = name.partition("_")[2].replace("_", " ")
+    statement = paragraphs[0] if line != paragraphs[0] else words
+    sentence = statement if equations or what == statement else f"{what}: {statement}"
+    sentence = f"{sentence[0].upper()}{sentence[1:].rstrip('.')}."
+    labels = tuple(equations[1].split(", ")) if equations else ()
+    return Claim(name, labels, sentence, kind, against)
 
 
 def used_by(file: str) -> str:
@@ -79,7 +159,7 @@ def cited() -> set[str]:
     ]
     found: set[str] = set()
     for path in texts:
-        if path == CLAIMS_PAGE:
+        if path == PAGE:
             continue
         for listed in _CITED.findall(path.read_text(encoding="utf-8")):
             found |= {label for label in re.findall(r"\w+", listed) if "_" in label}
@@ -90,53 +170,59 @@ _LABEL = r"[A-Za-z0-9]+_\w+"
 _CITED = re.compile(rf"\b[Ee]qs?\.\s+\(?`*(?:eq:)?({_LABEL}(?:`*(?:,| and)\s+`*(?:eq:)?{_LABEL})*)")
 
 
-def claims_text() -> str:
-    """The page of claims."""
-    from tests.property.catalogue import MUTANTS
-    from tests.property.claims import EQUATIONS, ROWS
+def page() -> str:
+    """The page: equations, what each test proves and kills, and every mutant."""
+    from tests.property.catalogue import LISTED, ROOMS
 
+    found = json.loads(KILLS.read_text(encoding="utf-8"))
     killed: dict[str, list[str]] = {}
-    for mutant in MUTANTS:
-        for one in mutant.claims:
-            killed.setdefault(one.name.partition("::")[2], []).append(mutant.name)
-    head = ["Claim", "Oracle", "Property", "Mutants", "Kind"]
+    for mutant, kills in found.items():
+        for name, _ in kills["killed_by"]:
+            killed.setdefault(name.partition("::")[2], []).append(mutant)
+    head = ["Claim", "Against", "Test", "Mutants that it kills", "Kind"]
     return "\n".join(
         [
             "# Claims\n",
             "Each line is a statement of the paper or of this library, and what proves it. The "
-            "claim begins with the labels of the paper's equations that it proves, or with the "
-            "name of a method. The oracle is a slow, obvious function of `alphatoken.oracle`, "
-            "compared with or the scale of a tolerance, or what stands in brackets. The property "
-            "is a function of `tests/property`; the mutants are the planted errors by which it "
-            "was seen to fail ([kill matrix](kill-matrix.md)). The kind says what the quantity "
+            "claim begins with the labels of the paper's equations that it proves. It is compared "
+            "with a slow, obvious function of `alphatoken.oracle`, or with what stands there in "
+            "words. The test is a function of `tests/property` or `tests/lab`; the mutants are "
+            "the planted errors by which it was seen to fail. The kind says what the quantity "
             "is: *exact*; *unbiased*, so that its mean is exact; or *approximate*, a method's "
             "approximation, which is then computed exactly as it is defined.\n",
-            table(head, [_claim_row(row, killed.get(row.name, [])) for row in ROWS]),
             "## Equations of the paper\n",
-            table(["Equation", "Proved by"], [_equation_row(*one) for one in EQUATIONS.items()]),
+            table(["Equation", "Proved by"], list(map(_equation_row, EQUATIONS))),
+            "## What each test proves\n",
+            table(head, [_claim_row(one, killed.get(one.name, [])) for one in claims().values()]),
+            "## Mutants\n",
+            "A mutant is the library with a few words replaced. It is *killed* when a property "
+            "fails by its own assertion, the replaced code ran, the same example passes on the "
+            "library as it is, and the library's own run-time proofs were switched off meanwhile "
+            "(but for mutants of those proofs). Beside each property stands the number of the "
+            "example at which it failed (of six through a whole model, else of twenty, drawn with "
+            "the structure that the mutant needs). The last column says whether the library's "
+            "proofs refuse the mutant by themselves, before any value is returned.\n",
+            "### Errors that must be noticed\n",
+            _kill_table(LISTED, found),
+            *(f"### {title}\n\n{_kill_table(room, found)}" for title, room in ROOMS.items()),
         ]
     )
 
 
-def _equation_row(label: str, by: tuple[str, ...] | str) -> list[str]:
-    proof = f"not proved: {text(by)}" if isinstance(by, str) else ", ".join(map(code, by))
-    return [code(label), proof]
+def _equation_row(label: str) -> list[str]:
+    if label in NOT_PROVED:
+        return [code(label), f"not proved: {text(NOT_PROVED[label])}"]
+    return [code(label), ", ".join(code(x.name) for x in claims().values() if label in x.labels)]
 
 
-def _claim_row(row: ClaimRow, mutants: list[str]) -> list[str]:
-    from tests.property.claims import EQUATIONS
-
-    file, docstring = properties()[row.name]
-    said = " ".join(docstring.partition("\n\n")[0].split())
-    words = row.name.partition("_")[2].replace("_", " ")
-    labels = ", ".join(code(x) if x in EQUATIONS else text(x) for x in row.labels)
-    oracles = [text(o) if o.startswith("(") else code(o) for o in row.oracles]
+def _claim_row(claim: Claim, mutants: list[str]) -> list[str]:
+    labels = ", ".join(map(code, claim.labels))
     return [
-        (f"{labels}: " if labels else "") + text(said or f"{words[0].upper()}{words[1:]}."),
-        ", ".join(oracles),
-        code(f"{file}.py::{row.name}"),
+        (f"{labels}: " if labels else "") + text(claim.sentence),
+        text(claim.against),
+        code(f"{properties()[claim.name][0]}.py::{claim.name}"),
         ", ".join(map(code, dict.fromkeys(mutants))),
-        row.kind,
+        claim.kind,
     ]
 
 
@@ -165,28 +251,6 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 
 
 # --- kills ---------------------------------------------------------------------------------------
-
-
-def kills_text() -> str:
-    """The kill matrix, of what the last hunt found (``docs/kill-matrix.json``)."""
-    from tests.property.catalogue import LISTED, ROOMS
-
-    found = json.loads(KILLS.read_text(encoding="utf-8"))
-    return "\n".join(
-        [
-            "# Kill matrix\n",
-            "A mutant is the library with a few words replaced. It is *killed* when a property "
-            "fails by its own assertion, the replaced code ran, the same example passes on the "
-            "library as it is, and the library's own run-time proofs were switched off meanwhile "
-            "(but for mutants of those proofs). Beside each property stands the number of the "
-            "example at which it failed (of six through a whole model, else of twenty, drawn with "
-            "the structure that the mutant needs). The last column says whether the library's "
-            "proofs refuse the mutant by themselves, before any value is returned.\n",
-            "## Errors that must be noticed\n",
-            _kill_table(LISTED, found),
-            *(f"## {title}\n\n{_kill_table(room, found)}" for title, room in ROOMS.items()),
-        ]
-    )
 
 
 def _kill_table(mutants: Sequence[Mutant], found: Mapping[str, Any]) -> str:
@@ -257,14 +321,13 @@ def _words(source: str) -> str:
 
 
 def main(words: list[str]) -> None:
-    """Write both pages; or, with the word ``kills``, hunt all mutants for them (minutes)."""
+    """Write the page; or, with the word ``kills``, hunt all mutants for them (minutes)."""
     if words == ["kills"]:
         write_kills(hunted())
     elif words:
         raise SystemExit(f"{COMMAND} [kills]")
     else:
-        CLAIMS_PAGE.write_text(claims_text(), encoding="utf-8")
-        KILLS_PAGE.write_text(kills_text(), encoding="utf-8")
+        PAGE.write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,24 @@
-"""Errors in the trainers: a few words of ``alphatoken.train`` each, seen by a real trainer's run.
-
-Every claim is one pinned run beside the reference step. The first five are the errors that a review
-planted and the tests of that time did not see.
-"""
+"""Errors in the trainers' steps, in what they promise beside them, and in what is refused."""
 
 from __future__ import annotations
 
 from functools import cache
 
-from tests.property import test_pool, test_trainer_oracle
-from tests.property.mutation import Claim, Mutant, Words, claim, mutant
+from tests.property import (
+    test_paper_gaps,
+    test_policies,
+    test_pool,
+    test_rules,
+    test_trainer_oracle,
+)
+from tests.property.mutation import Claim, claim, row
 from tests.property.reference_step import Asked
 from tests.property.test_trainer_oracle import PINNED
 
+# --- steps: every claim is one pinned run beside the reference step ------------------------------
+
+
 NEEDS = ("trl", "peft")
-LOSS = "train.trainer_loss.TrainerLoss"
-PAIR_LOSS = "train.pair_loss.PairLoss"
-WEIGHER = "train.weigher.Weigher"
-VALUES = "train.valuation.Valuation"
-RECORDS = "train.records.RunRecords.micro_batch"
-DPO = "train.dpo.AlphaDPOTrainer"
-LEDGER = "train.ledger.ValueLedger"
-POOL = "train.pool.ValidationPool"
 WEIGHED = claim(
     test_trainer_oracle.test_every_step_is_weighed, Asked(policy="random"), examples=1, needs=NEEDS,
     tested=True,
@@ -30,7 +27,6 @@ MASKS = claim(
     test_trainer_oracle.test_random_masks, Asked(policy="random"), examples=1, needs=NEEDS,
     tested=True,
 )  # fmt: skip
-
 DRAWS = claim(test_pool.test_draws_are_of_seed_step_micro_batch_and_process, tested=True)
 APART = claim(test_pool.test_retention_rows_are_drawn_apart_from_validation_rows, tested=True)
 
@@ -42,447 +38,337 @@ def run_of(name: str) -> Claim:
     return claim(check, PINNED[name][0], examples=1, needs=NEEDS, tested=True)
 
 
-def _of(name: str, sentence: str, edit: Words, *claims: str | Claim) -> Mutant:
-    found = (run_of(one) if isinstance(one, str) else one for one in claims)
-    return mutant(name, sentence, edit, *found)
-
-
 PAPER, PAIRS = "the paper's, SFT", "the paper's, DPO"
 POOLED, OLD = "pool, micro-batches of validation", "direction for two steps"
 FULL, FULL_SUM = "clipping, full preconditioner", "full preconditioner of a sum"
 KEPT, GLOBAL = "kept normalisation", "kept normalisation over a global threshold"
 MASKED = "masked logit"
 
+
 TRAINERS = (
-    _of(
-        "omega-forgotten-in-the-trainers-values",
+    row("omega-forgotten-in-the-trainers-values", run_of(PAIRS),
         "DPO's values without omega, which differs from pair to pair",
-        (
-            f"{PAIR_LOSS}.value_weights",
-            "-by_token(coefficients) *",
-            "-by_token(coefficients).sign() *",
-        ),
-        PAIRS,
-    ),
-    _of(
-        "micro-batch-taken-for-the-step",
+        ("train.pair_loss.PairLoss.value_weights",
+         "-by_token(coefficients) *", "-by_token(coefficients).sign() *")),
+    row("micro-batch-taken-for-the-step", run_of(FULL),
         "the full preconditioner at the gradient of one micro-batch of several",
-        (
-            f"{LOSS}.step_scale",
-            "return steps if num_items is not None else 1.0",
-            "return 1.0",
-        ),
-        FULL,
-    ),
-    _of(
-        "clipping-forgotten",
+        ("train.trainer_loss.TrainerLoss.step_scale",
+         "return steps if num_items is not None else 1.0", "return 1.0")),
+    row("clipping-forgotten", run_of(FULL),
         "the full preconditioner at the gradient before it is cut",
-        (f"{VALUES}._step_weights", " * self.clip_factor", ""),
-        FULL,
-    ),
-    _of(
-        "ledger-without-the-tokens-weight",
+        ("train.valuation.Valuation._step_weights", " * self.clip_factor", "")),
+    row("ledger-without-the-tokens-weight", run_of(PAPER),
         "the ledger's scale is the learning rate alone",
-        (RECORDS, "* batch.unit\n", "\n"),
-        PAPER,
-    ),
-    _of(
-        "validation-gradient-in-bf16",
+        ("train.records.RunRecords.micro_batch", "* batch.unit\n", "\n")),
+    row("validation-gradient-in-bf16", run_of(PAPER),
         "G is summed up from gradients rounded to bfloat16",
-        (
-            "direction.objective.objective_sums",
-            "gradient.to(total[name].dtype)",
-            "gradient.bfloat16().to(total[name].dtype)",
-        ),
-        PAPER,
-    ),
-    _of(
-        "a-loss-of-ones-own-trained-on",
+        ("direction.objective.objective_sums",
+         "gradient.to(total[name].dtype)", "gradient.bfloat16().to(total[name].dtype)")),
+    row("a-loss-of-ones-own-trained-on", WEIGHED,
         "a step is taken with a loss that no weigher made",
-        (
-            "train.step_guard.StepGuard.on_pre_optimizer_step",
-            "if self._reached >= due:",
-            "if True:",
-        ),
-        WEIGHED,
-    ),
-    _of(
-        "pairs-of-the-step-miscounted",
+        ("train.step_guard.StepGuard.on_pre_optimizer_step",
+         "if self._reached >= due:", "if True:")),
+    row("pairs-of-the-step-miscounted", run_of(PAIRS),
         "the ledger's scale of a pair forgets the other micro-batches of the step",
-        (f"{PAIR_LOSS}.unit", " * steps", ""),
-        PAIRS,
-    ),
-    _of(
-        "sign-of-the-rejected-forgotten",
+        ("train.pair_loss.PairLoss.unit", " * steps", "")),
+    row("sign-of-the-rejected-forgotten", run_of(PAIRS),
         "rejected tokens are valued as if they were chosen",
-        (
-            f"{PAIR_LOSS}.value_weights",
-            "-by_token(coefficients) *",
-            "by_token(coefficients).abs() *",
-        ),
-        PAIRS,
-    ),
-    _of(
-        "beta-twice",
+        ("train.pair_loss.PairLoss.value_weights",
+         "-by_token(coefficients) *", "by_token(coefficients).abs() *")),
+    row("beta-twice", run_of(PAIRS),
         "values carry beta a second time",
-        (
-            f"{PAIR_LOSS}.value_weights",
-            "-by_token(coefficients) *",
-            "-by_token(coefficients) * self._trainer.beta *",
-        ),
-        PAIRS,
-    ),
-    _of(
-        "beta-of-the-objective",
+        ("train.pair_loss.PairLoss.value_weights",
+         "-by_token(coefficients) *", "-by_token(coefficients) * self._trainer.beta *")),
+    row("beta-of-the-objective", run_of(PAIRS),
         "the validation pairs are compared at another beta than the trained ones",
-        (f"{DPO}.row_batch", ", beta=self.beta", ""),
-        PAIRS,
-    ),
-    _of(
-        "reference-of-the-other-branch",
+        ("train.dpo.AlphaDPOTrainer.row_batch", ", beta=self.beta", "")),
+    row("reference-of-the-other-branch", run_of(PAIRS),
         "validation pairs with the two reference log-probabilities exchanged",
-        (f"{DPO}.row_batch", "reference[0], reference[1]", "reference[1], reference[0]"),
-        PAIRS,
-    ),
-    _of(
-        "reference-in-float32",
+        ("train.dpo.AlphaDPOTrainer.row_batch",
+         "reference[0], reference[1]", "reference[1], reference[0]")),
+    row("reference-in-float32", run_of(PAIRS),
         "the reference's sums are rounded to float32",
-        (f"{DPO}.row_batch", "dtype=torch.float64", "dtype=torch.float32"),
-        PAIRS,
-    ),
-    _of(
-        "one-threshold-for-both-branches",
+        ("train.dpo.AlphaDPOTrainer.row_batch", "dtype=torch.float64", "dtype=torch.float32")),
+    row("one-threshold-for-both-branches", run_of(PAIRS),
         "chosen and rejected tokens are ranked together although they should not be",
-        (f"{PAIR_LOSS}.rank_groups", "if self.args.shared_threshold:", "if True:"),
-        PAIRS,
-    ),
-    _of(
-        "shared-threshold-ignored",
+        ("train.pair_loss.PairLoss.rank_groups", "if self.args.shared_threshold:", "if True:")),
+    row("shared-threshold-ignored", run_of("full preconditioner, DPO, one threshold"),
         "branches keep thresholds of their own where one was asked for",
-        (f"{PAIR_LOSS}.rank_groups", "if self.args.shared_threshold:", "if False:"),
-        "full preconditioner, DPO, one threshold",
-    ),
-    _of(
-        "pools-exchanged",
+        ("train.pair_loss.PairLoss.rank_groups", "if self.args.shared_threshold:", "if False:")),
+    row("pools-exchanged", run_of("retention by pairs"),
         "weights of the chosen go to the rejected, and the other way",
-        (
-            "train.policy.TokenPolicy.best",
-            "kept[rows] = self.select(",
-            "kept[batch.rank_groups[-1 if rows.start == 0 else 0]] = self.select(",
-        ),
-        "retention by pairs",
-    ),
-    _of(
-        "masked-logit-ignored",
+        ("train.policy.TokenPolicy.best", "kept[rows] = self.select(",
+         "kept[batch.rank_groups[-1 if rows.start == 0 else 0]] = self.select(")),
+    row("masked-logit-ignored", run_of(MASKED),
         "omega from the unmasked logit where the masked one was asked for",
-        (f"{PAIR_LOSS}.final_coefficients", "if not self.args.masked_logit:", "if True:"),
-        MASKED,
-    ),
-    _of(
-        "masked-logit-of-divided-weights",
+        ("train.pair_loss.PairLoss.final_coefficients",
+         "if not self.args.masked_logit:", "if True:")),
+    row("masked-logit-of-divided-weights", run_of(MASKED),
         "what divides the loss enters the masked logit",
-        (
-            f"{WEIGHER}.loss",
-            "(proxy, coefficients, weights, inputs)",
-            "(proxy, coefficients, divided, inputs)",
-        ),
-        MASKED,
-    ),
-    _of(
-        "kept-tokens-counted-by-micro-batch",
+        ("train.weigher.Weigher.loss",
+         "(proxy, coefficients, weights, inputs)", "(proxy, coefficients, divided, inputs)")),
+    row("kept-tokens-counted-by-micro-batch", run_of(KEPT),
         "each micro-batch is divided by its own kept tokens",
-        ("train.micro_batch.normalised", "if kept_share is not None:", "if False:"),
-        KEPT,
-    ),
-    _of(
-        "kept-tokens-of-all",
+        ("train.micro_batch.normalised", "if kept_share is not None:", "if False:")),
+    row("kept-tokens-of-all", run_of(KEPT),
         "kept normalisation divides by all response tokens",
-        ("train.micro_batch.normalised", 'if kind != "kept":', "if True:"),
-        KEPT,
-    ),
-    _of(
-        "budget-over-both-branches",
+        ("train.micro_batch.normalised", 'if kind != "kept":', "if True:")),
+    row("budget-over-both-branches", run_of("kept normalisation, DPO"),
         "the kept tokens are counted with one rounding for both branches",
-        ("train.policy.TokenPolicy.kept_tokens", "in batch.rank_groups", "in [slice(None)]"),
-        "kept normalisation, DPO",
-    ),
-    _of(
-        "global-budget-by-micro-batch",
+        ("train.policy.TokenPolicy.kept_tokens", "in batch.rank_groups", "in [slice(None)]")),
+    row("global-budget-by-micro-batch", run_of(GLOBAL),
         "the kept tokens of a global threshold are counted micro-batch by micro-batch",
-        (f"{WEIGHER}._count_kept", "if plan.weights is None", "if True"),
-        GLOBAL,
-    ),
-    _of(
-        "sum-still-divided",
+        ("train.weigher.Weigher._count_kept", "if plan.weights is None", "if True")),
+    row("sum-still-divided", run_of(FULL_SUM),
         "kept_normalization='sum' leaves the trainer's divisor in the loss",
-        ("train.micro_batch.undivided", 'if kind == "sum" else 1.0', "if False else 1.0"),
-        FULL_SUM,
-    ),
-    _of(
-        "ledger-of-a-sum-divided",
+        ("train.micro_batch.undivided", 'if kind == "sum" else 1.0', "if False else 1.0")),
+    row("ledger-of-a-sum-divided", run_of(FULL_SUM),
         "the ledger divides by the response tokens what the loss does not",
-        (RECORDS, "* undivided(batch, self._trainer.args.kept_normalization)", ""),
-        FULL_SUM,
-    ),
-    _of(
-        "step-of-a-sum-divided",
+        ("train.records.RunRecords.micro_batch",
+         "* undivided(batch, self._trainer.args.kept_normalization)", "")),
+    row("step-of-a-sum-divided", run_of(FULL_SUM),
         "the full preconditioner at the mean gradient where the sum is descended",
-        (f"{VALUES}._step_weights", " * undivided(batch, self._options.kept_normalization)", ""),
-        FULL_SUM,
-    ),
-    _of(
-        "clip-factor-inverted",
+        ("train.valuation.Valuation._step_weights",
+         " * undivided(batch, self._options.kept_normalization)", "")),
+    row("clip-factor-inverted", run_of(FULL),
         "a long gradient is taken to be lengthened",
-        (f"{VALUES}.clip_factor", "min(1.0, self", "max(1.0, self"),
-        FULL,
-    ),
-    _of(
-        "ledger-at-the-first-learning-rate",
+        ("train.valuation.Valuation.clip_factor", "min(1.0, self", "max(1.0, self")),
+    row("ledger-at-the-first-learning-rate", run_of(PAPER),
         "the ledger uses the learning rate that the run began with",
-        (
-            RECORDS,
-            'self._trainer.optimizer.param_groups[0]["lr"]',
-            "self._trainer.args.learning_rate",
-        ),
-        PAPER,
-    ),
-    _of(
-        "draws-that-forget-the-micro-batch",
+        ("train.records.RunRecords.micro_batch",
+         'self._trainer.optimizer.param_groups[0]["lr"]', "self._trainer.args.learning_rate")),
+    row("draws-that-forget-the-micro-batch", MASKS,
         "every micro-batch of a step draws the same random numbers",
-        (f"{LOSS}.draw_seed", "        batch.plan.index,\n", ""),
-        MASKS,
-    ),
-    _of(
-        "draws-that-forget-the-step",
+        ("train.trainer_loss.TrainerLoss.draw_seed", "        batch.plan.index,\n", "")),
+    row("draws-that-forget-the-step", MASKS,
         "every step draws the same random numbers",
-        (f"{LOSS}.draw_seed", "        self.step,\n", ""),
-        MASKS,
-    ),
-    _of(
-        "draws-that-forget-the-seed",
+        ("train.trainer_loss.TrainerLoss.draw_seed", "        self.step,\n", "")),
+    row("draws-that-forget-the-seed", MASKS,
         "runs of different seeds draw the same random numbers",
-        (f"{LOSS}.draw_seed", "        self.args.value_seed,\n", ""),
-        MASKS,
-    ),
-    _of(
-        "draws-that-forget-the-process",
+        ("train.trainer_loss.TrainerLoss.draw_seed", "        self.args.value_seed,\n", "")),
+    row("draws-that-forget-the-process", DRAWS,
         "processes draw the same random numbers for different rows",
-        (f"{LOSS}.draw_seed", "        self.accelerator.process_index,\n", ""),
-        DRAWS,
-    ),
-    _of(
-        "retention-drawn-as-validation",
+        ("train.trainer_loss.TrainerLoss.draw_seed",
+         "        self.accelerator.process_index,\n", "")),
+    row("retention-drawn-as-validation", APART,
         "retention rows are drawn in the order of the validation rows",
-        (f"{VALUES}.__init__", "seed=options.value_seed + 1,", "seed=options.value_seed,"),
-        APART,
-    ),
-    _of(
-        "global-threshold-by-micro-batch",
+        ("train.valuation.Valuation.__init__",
+         "seed=options.value_seed + 1,", "seed=options.value_seed,")),
+    row("global-threshold-by-micro-batch", run_of("global threshold, DPO"),
         "a global threshold is taken micro-batch by micro-batch",
-        (f"{WEIGHER}.plan", 'trainer_loss.args.keep_scope == "global"', "False"),
-        "global threshold, DPO",
-    ),
-    _of(
-        "first-micro-batch-decides",
+        ("train.weigher.Weigher.plan", 'trainer_loss.args.keep_scope == "global"', "False")),
+    row("first-micro-batch-decides", run_of(GLOBAL),
         "every micro-batch gets the weights that were decided for the first one's tokens",
-        ("train.distributed.global_selection", "start = places[step, ranks.rank]", "start = 0"),
-        GLOBAL,
-    ),
-    _of(
-        "responses-ranked-by-token",
+        ("train.distributed.global_selection", "start = places[step, ranks.rank]", "start = 0")),
+    row("responses-ranked-by-token", run_of("whole responses, the worst"),
         "whole responses were asked for, and tokens are ranked",
-        ("train.policies.ratio.TopRatioPolicy.scores", 'self.unit == "response"', "False"),
-        "whole responses, the worst",
-    ),
-    _of(
-        "dft-values-of-plain-losses",
+        ("train.policies.ratio.TopRatioPolicy.scores", 'self.unit == "response"', "False")),
+    row("dft-values-of-plain-losses", run_of("DFT"),
         "DFT's tokens are valued as if their losses were not weighted",
-        (
-            f"{LOSS}.value_weights",
-            'if getattr(self.args, "loss_type", "nll") == "nll":',
-            "if True:",
-        ),
-        "DFT",
-    ),
-    _of(
-        "metrics-counted-twice",
+        ("train.trainer_loss.TrainerLoss.value_weights",
+         'if getattr(self.args, "loss_type", "nll") == "nll":', "if True:")),
+    row("metrics-counted-twice", run_of("packing, own forward"),
         "a scoring pass of its own moves the trainer's running metrics",
-        (f"{LOSS}.beside_training", "setattr(trainer, name, value)", "pass"),
-        "packing, own forward",
-    ),
-    _of(
-        "shared-error-of-other-positions",
+        ("train.trainer_loss.TrainerLoss.beside_training",
+         "setattr(trainer, name, value)", "pass")),
+    row("shared-error-of-other-positions", run_of(PAPER),
         "values and update take the head's errors of the first positions for those of the response",
-        (
-            "train.fused_head.shared_log_probs",
-            "hidden[rows].to(node.compute_dtype)",
-            "hidden[: len(rows)].to(node.compute_dtype)",
-        ),
-        PAPER,
-    ),
-    _of(
-        "shared-log-probabilities-at-the-label-position",
+        ("train.fused_head.shared_log_probs",
+         "hidden[rows].to(node.compute_dtype)", "hidden[: len(rows)].to(node.compute_dtype)")),
+    row("shared-log-probabilities-at-the-label-position", run_of(PAIRS),
         "what the head says of a token stands where that token is read",
-        (
-            "train.fused_head.shared_log_probs",
-            "index_put((places,), -losses)",
-            "index_put(((places + 1) % asked.numel(),), -losses)",
-        ),
-        PAIRS,
-    ),
-    _of(
-        "weights-shifted-by-one",
+        ("train.fused_head.shared_log_probs",
+         "index_put((places,), -losses)", "index_put(((places + 1) % asked.numel(),), -losses)")),
+    row("weights-shifted-by-one", run_of(PAPER),
         "a token's weight acts on the token before it",
-        (
-            "train.log_prob_proxy.LogProbProxy.surrogate",
-            "weights[:, 1:]",
-            "weights[:, :-1]",
-        ),
-        PAPER,
-    ),
-    _of(
-        "coefficients-shifted-by-one",
+        ("train.log_prob_proxy.LogProbProxy.surrogate", "weights[:, 1:]", "weights[:, :-1]")),
+    row("coefficients-shifted-by-one", run_of(PAIRS),
         "log-probabilities are laid out as if the last token had none",
-        ("train.log_prob_proxy.by_token", "(1, 0)", "(0, 1)"),
-        PAIRS,
-    ),
-    _of(
-        "validation-labels-shifted",
+        ("train.log_prob_proxy.by_token", "(1, 0)", "(0, 1)")),
+    row("validation-labels-shifted", run_of(PAPER),
         "validation labels are off by one token",
-        ("train.sft.padded_batch", 'row["labels"]', '[*row["labels"][1:], -100]'),
-        PAPER,
-    ),
-    _of(
-        "micro-batch-divided-by-itself",
+        ("train.sft.padded_batch", 'row["labels"]', '[*row["labels"][1:], -100]')),
+    row("micro-batch-divided-by-itself", run_of("transformers' own trainer"),
         "transformers' own trainer divides each micro-batch by its own tokens",
-        (
-            "train.trainer.LogitsLoss.of",
-            "if num_items is None else torch.as_tensor(num_items)",
-            "if True else torch.as_tensor(num_items)",
-        ),
-        "transformers' own trainer",
-    ),
-    _of(
-        "direction-kept-a-step-too-long",
+        ("train.trainer.LogitsLoss.of", "if num_items is None else torch.as_tensor(num_items)",
+         "if True else torch.as_tensor(num_items)")),
+    row("direction-kept-a-step-too-long", run_of(PAPER),
         "G and V are used for one step more than was asked for",
-        (
-            f"{VALUES}._enter",
-            "age < lasts",
-            "age <= lasts",
-        ),
-        PAPER,
-    ),
-    _of(
-        "direction-never-pinned",
+        ("train.valuation.Valuation._enter", "age < lasts", "age <= lasts")),
+    row("direction-never-pinned", run_of(OLD),
         "G and V are built anew at every step although they should last for two",
-        (
-            f"{VALUES}._enter",
-            "(lasts is None or age < lasts)",
-            "False",
-        ),
-        OLD,
-    ),
-    _of(
-        "first-rows-for-ever",
+        ("train.valuation.Valuation._enter", "(lasts is None or age < lasts)", "False")),
+    row("first-rows-for-ever", run_of(POOLED),
         "a pool gives the validation rows of the first step at every step",
-        (
-            f"{VALUES}._enter",
-            "self._draw(self.pool, rows.validation, step)",
-            "self._draw(self.pool, rows.validation, 0)",
-        ),
-        POOLED,
-    ),
-    _of(
-        "retention-rows-never-drawn-anew",
+        ("train.valuation.Valuation._enter", "self._draw(self.pool, rows.validation, step)",
+         "self._draw(self.pool, rows.validation, 0)")),
+    row("retention-rows-never-drawn-anew", run_of("retention by rows"),
         "retention rows are those of the first step at every step",
-        (
-            f"{VALUES}._enter",
-            "rows.retention, step)",
-            "rows.retention, 0)",
-        ),
-        "retention by rows",
-    ),
-    _of(
-        "validation-rows-dropped",
+        ("train.valuation.Valuation._enter", "rows.retention, step)", "rows.retention, 0)")),
+    row("validation-rows-dropped", run_of(POOLED),
         "of the validation rows only the first micro-batch is used",
-        (f"{VALUES}._batches", "range(0, len(own), size)", "range(0, size, size)"),
-        POOLED,
-    ),
-    _of(
-        "gap-with-the-other-sign",
+        ("train.valuation.Valuation._batches", "range(0, len(own), size)", "range(0, size, size)")),
+    row("gap-with-the-other-sign", run_of(PAPER),
         "the gap is the pool's loss minus the held-out one",
-        (
-            f"{VALUES}.objective_gap",
-            'objectives["held_out"] - objectives["pool"]',
-            'objectives["pool"] - objectives["held_out"]',
-        ),
-        PAPER,
-    ),
-    _of(
-        "gap-at-the-first-rows",
+        ("train.valuation.Valuation.objective_gap", 'objectives["held_out"] - objectives["pool"]',
+         'objectives["pool"] - objectives["held_out"]')),
+    row("gap-at-the-first-rows", run_of(POOLED),
         "the gap is always looked at on the rows of the first step",
-        (f"{VALUES}.objective_gap", "self.pool.rows(step)", "self.pool.rows(0)"),
-        POOLED,
-    ),
-    _of(
-        "gap-without-the-reference",
+        ("train.valuation.Valuation.objective_gap", "self.pool.rows(step)", "self.pool.rows(0)")),
+    row("gap-without-the-reference", run_of(PAIRS),
         "the preference loss that is logged leaves the reference model out",
-        (
-            "direction.objective.objective_value",
-            "item.beta * margin",
-            "item.beta * (losses[1].sum(-1) - losses[0].sum(-1))",
-        ),
-        PAIRS,
-    ),
-    _of(
-        "held-out-rows-drawn",
+        ("direction.objective.objective_value",
+         "item.beta * margin", "item.beta * (losses[1].sum(-1) - losses[0].sum(-1))")),
+    row("held-out-rows-drawn", run_of(PAPER),
         "rows that are set aside are drawn all the same",
-        (f"{POOL}.__post_init__", "drawn = order[held:]", "drawn = order"),
-        PAPER,
-    ),
-    _of(
-        "held-out-share-of-the-drawn",
+        ("train.pool.ValidationPool.__post_init__", "drawn = order[held:]", "drawn = order")),
+    row("held-out-share-of-the-drawn", run_of(PAPER),
         "one row too many is set aside",
-        (
-            f"{POOL}.__post_init__",
-            "max(1, round(self.held_out_share * self.size))",
-            "max(1, round(self.held_out_share * self.size)) + 1",
-        ),
-        PAPER,
-    ),
-    _of(
-        "pool-overlaps",
+        ("train.pool.ValidationPool.__post_init__",
+         "max(1, round(self.held_out_share * self.size))",
+         "max(1, round(self.held_out_share * self.size)) + 1")),
+    row("pool-overlaps", run_of(POOLED),
         "a step takes rows that the step before has taken",
-        (f"{POOL}.rows", "first = step * self.batch_size", "first = step * (self.batch_size - 1)"),
-        POOLED,
-    ),
-    _of(
-        "ledger-unscaled",
+        ("train.pool.ValidationPool.rows",
+         "first = step * self.batch_size", "first = step * (self.batch_size - 1)")),
+    row("ledger-unscaled", run_of(PAPER),
         "visits add up values without the scale",
-        (f"{LEDGER}.add", "+= scale * block", "+= block"),
-        PAPER,
-    ),
-    _of(
-        "ledger-keeps-the-last-visit",
+        ("train.ledger.ValueLedger.add", "+= scale * block", "+= block")),
+    row("ledger-keeps-the-last-visit", run_of(PAPER),
         "a visit overwrites the ones before",
-        (f"{LEDGER}.add", "sums[:, :-1] +=", "sums[:, :-1] ="),
-        PAPER,
-    ),
-    _of(
-        "ledger-counts-dropped-tokens",
+        ("train.ledger.ValueLedger.add", "sums[:, :-1] +=", "sums[:, :-1] =")),
+    row("ledger-counts-dropped-tokens", run_of(PAPER),
         "every visited token counts as kept",
-        (f"{LEDGER}.add", "sums[:, -1] += block[document.places, -1]", "sums[:, -1] += 1"),
-        PAPER,
-    ),
-    _of(
-        "ledger-sides-exchanged",
+        ("train.ledger.ValueLedger.add",
+         "sums[:, -1] += block[document.places, -1]", "sums[:, -1] += 1")),
+    row("ledger-sides-exchanged", run_of("LoRA"),
         "adaptation and stability change places in the ledger",
-        (
-            "train.ledger._components",
-            "parts, zero = values.components(), ",
-            "parts, zero = {{'a': 'stability', 's': 'adaptation'}[k[0]]: v for k, v in "
-            "values.components().items()}, ",
-        ),
-        "LoRA",
-    ),
+        ("train.ledger._components",
+         "parts, zero = values.components(), ",
+         "parts, zero = {{'a': 'stability', 's': 'adaptation'}[k[0]]: v for k, v in "
+         "values.components().items()}, ")),
+)  # fmt: skip
+
+
+# --- promises beside the steps, and refusals of rows and of a Fisher -----------------------------
+
+
+LENGTH = claim(
+    test_rules.test_pools_begin_at_log_two, "by length", examples=1, needs=NEEDS, tested=True
 )
+MOVING = claim(test_rules.test_a_moving_reference_is_looked_at_anew, examples=1, needs=NEEDS)
+COLLATED = claim(
+    test_rules.test_a_collator_labels_every_batch, "sft", examples=1, needs=NEEDS, tested=True
+)
+ROUTED = claim(
+    test_rules.test_the_routers_loss_is_trained, 0.5, examples=1, needs=NEEDS, tested=True
+)
+COUNTED = claim(
+    test_rules.test_gradients_that_count_tokens_are_refused, "all", False, False, examples=1
+)
+
+
+def _rowless(what: str, adapted: bool = False) -> Claim:
+    check = test_rules.test_tokens_without_a_row_are_refused
+    return claim(check, what, adapted, examples=1, needs=NEEDS, tested=True)
+
+
+def resumed(case: str) -> Claim:
+    """Whether a run goes on where one fact has changed."""
+    check = test_rules.test_rounding_is_told_from_results
+    return claim(check, case, examples=1, needs=NEEDS, tested=True)
+
+
+def reference(case: str) -> Claim:
+    """Whether a reference of preference pairs is refused."""
+    check = test_rules.test_a_reference_reads_the_policys_tokens
+    return claim(check, case, examples=1, needs=NEEDS, tested=True)
+
+
+RULES = (
+    row("validation-pairs-by-the-trained-losss-lengths", LENGTH,
+        "the reference's side of validation pairs is discounted by ld_alpha, the policy's is not",
+        ("train.dpo.AlphaDPOTrainer._plain_sums",
+         "= self.ld_alpha, None", "= self.ld_alpha, self.ld_alpha")),
+    row("first-reference-for-ever", MOVING,
+        "validation pairs keep the first reference, though it follows the policy",
+        ("train.dpo.AlphaDPOTrainer.prepare_pool", "if self.args.sync_ref_model:", "if False:"),
+        ("train.dpo.AlphaDPOTrainer.row_batch", "if self._follows_reference:", "if False:")),
+    row("validation-rows-without-the-users-collator", COLLATED,
+        "validation rows are padded by the library where the user's collator labels training rows",
+        ("train.sft.LabelledRows.row_batch", "if self.own_collator is None:", "if True:")),
+    row("fisher-rows-without-the-users-collator", COLLATED,
+        "a Fisher's prompts and sequences take the labels of rows, not those of the collator",
+        ("train.sft.LabelledRows.labels_of", "if self.own_collator is None:", "if True:")),
+    row("routers-loss-left-out", ROUTED,
+        "the routers' loss of a mixture of experts is not part of the loss",
+        ("train.trainer.LogitsLoss.of", "if proxy.aux_loss is not None:", "if False:")),
+    row("routers-loss-unweighted", ROUTED,
+        "the routers' loss is added without the model's coefficient",
+        ("train.trainer.LogitsLoss.of", "self._router_share * proxy.aux_loss", "proxy.aux_loss")),
+    row("routers-loss-without-its-gradient", ROUTED,
+        "the routers' loss is reported and not trained",
+        ("train.log_prob_proxy.LogProbProxy.surrogate",
+         "loss if self.aux_loss is not None else", "")),
+    row("one-token-too-many-for-the-embedding", _rowless("rows"),
+        "the first id past the embedding is looked up",
+        ("model.token_ids.require_rows", "(ids >= rows)", "(ids > rows)")),
+    row("negative-ids-looked-up", _rowless("rows"),
+        "a placeholder's negative id is looked up",
+        ("model.token_ids.require_rows", "(ids < 0) | ", "")),
+    row("last-token-refused", _rowless("rows"),
+        "the embedding's last row is taken for none",
+        ("model.token_ids.require_rows", "(ids >= rows)", "(ids >= rows - 1)")),
+    row("adapted-embedding-not-counted", _rowless("rows", adapted=True),
+        "the rows of an embedding under an adapter are not known",
+        ("model.token_ids.embedding_rows",
+         'getattr(embedding, "base_layer", embedding)', "embedding")),
+    row("ids-of-batches-not-looked-at", _rowless("rows"),
+        "ids of batches go to the embedding as they come",
+        ("model.batch.read_batch", "if model is not None:", "if False:")),
+    row("ids-of-prompts-not-looked-at", _rowless("prompts"),
+        "ids of a Fisher's prompts go to the embedding as they come",
+        ("direction.fisher._budgets",
+         'require_rows(one.ids, adapter.model, f"prompt {i}")', "pass")),
+    row("fisher-of-counted-tokens", COUNTED,
+        "a Fisher is made of gradients that are divided by counts of the batch",
+        ("direction.scored.require_derivatives", "if name is not None:", "if False:")),
+    row("counted-tokens-refused-out-of-scope", COUNTED,
+        "a Fisher that leaves the embedding out is refused for it",
+        ("direction.scored.require_derivatives", "if name is not None:", "if counting:")),
+    row("rounding-taken-for-another-result", resumed("checkpointing"),
+        "a run is refused for what changes rounding alone",
+        ("train.identity.split_changes", "(*_ROUNDING, *_LIBRARIES)", "_LIBRARIES")),
+    row("any-option-taken-for-rounding", resumed("learning rate"),
+        "a run goes on with another learning rate",
+        ("train.identity.split_changes", "(*_ROUNDING, *_LIBRARIES)", "list(changes)")),
+    row("processes-that-may-differ", resumed("two processes, on purpose"),
+        "a run goes on with another number of processes",
+        ("train.identity.split_changes", ' or name == "processes"', "")),
+    row("reference-without-the-policys-rows", reference("a row too few"),
+        "a reference is asked about tokens that it has no row for",
+        ("train.reference.check_tokens", "if rows < count:", "if False:")),
+    row("reference-held-to-tokens-without-a-row", reference("as small as the policy"),
+        "a reference is refused for tokens that the policy has no row for either",
+        ("train.reference.check_tokens", "min(len(own), tokens or len(own))", "len(own)")),
+    row("reference-held-to-the-policys-padding", reference("beside a padded policy"),
+        "a reference is refused for rows of the policy that are no tokens",
+        ("train.reference.check_tokens",
+         "min(len(own), tokens or len(own))", "tokens or len(own)")),
+    row("reference-of-other-tokens", reference("two tokens exchanged"),
+        "a reference reads the policy's ids as other tokens",
+        ("train.reference.check_tokens", "ids.get(text, number) != number", "False")),
+    row("unnamed-tokens-taken-for-others", reference("the last tokens not named"),
+        "a reference is refused for tokens that its tokenizer leaves out",
+        ("train.reference.check_tokens", "ids.get(text, number)", "ids.get(text)")),
+    row("standard-with-a-budget", claim(test_policies.test_standard_keeps_all, examples=1),
+        "training on everything leaves tokens out",
+        ("train.policies.standard.Standard.budget_weights",
+         "return batch.mask.to(batch.log_probs.dtype)",
+         "return self.best(batch, self.settings.keep_ratio)")),
+    row("prompt-loses-its-end",
+        claim(test_paper_gaps.test_prompt_and_response_are_cut_apart, examples=1, needs=NEEDS,
+            tested=True),
+        "a long prompt keeps its beginning, and the question goes",
+        ("train.datasets.cut_pair", "[-max_prompt:]", "[:max_prompt]")),
+)  # fmt: skip

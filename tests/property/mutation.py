@@ -30,7 +30,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jaxtyping
@@ -54,8 +54,7 @@ _COMPARISONS = ("testing", "unittest")
 # --- what a mutant is ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Edit:
+class Edit(NamedTuple):
     """One change: ``old`` occurs exactly once in the source of ``target``, and becomes ``new``.
 
     ``target`` is the dotted path of a function, method (static and class methods too) or property
@@ -130,25 +129,22 @@ def _strategy(value: Any) -> st.SearchStrategy[Any]:
     return value if isinstance(value, st.SearchStrategy) else st.just(value)
 
 
-@dataclass(frozen=True)
-class Mutant:
+class Mutant(NamedTuple):
     """A named error in the library.
 
     Attributes:
         name: unique, in kebab case.
+        claims: properties that should notice, in the order in which they are tried.
         sentence: the error as it was demanded (``SENTENCES`` in test_mutants), or what it breaks.
         edits: the changes.
-        claims: properties that should notice, in the order in which they are tried.
-        listed: it was demanded.
         of_proofs: it breaks one of the library's own proofs, which therefore stay on.
     """
 
     name: str
+    claims: tuple[Claim, ...]
     sentence: str
     edits: tuple[Edit, ...]
-    claims: tuple[Claim, ...]
-    listed: bool = True
-    of_proofs: bool = False
+    of_proofs: bool
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -156,23 +152,20 @@ class Mutant:
         return tuple(dict.fromkeys(need for one in self.claims for need in one.needs))
 
 
-Words = tuple[str, str, str]
-"""Target, old and new of an edit."""
-
-
-def mutant(
+def row(
     name: str,
+    properties: Claim | tuple[Claim, ...],
     sentence: str,
-    edits: Words | list[Words],
-    *claims: Claim,
-    room: str = "",
-    listed: bool = False,
+    *edits: tuple[str, str, str],
     of_proofs: bool = False,
 ) -> Mutant:
-    """A mutant of one edit or several, whose targets lie in ``room`` ("model.")."""
-    several = edits if isinstance(edits, list) else [edits]
-    made = tuple(Edit(f"{room}{target}", old, new) for target, old, new in several)
-    return Mutant(name, sentence, made, claims, listed, of_proofs)
+    """One row of a table of mutants: name, what kills it, what it breaks, (function, old, new).
+
+    Tables are laid out by hand, a line for the name, a line for the sentence, and each edit on
+    lines of its own, so that a change of the library changes nothing but the edit that follows it.
+    """
+    claims = (properties,) if isinstance(properties, Claim) else properties
+    return Mutant(name, claims, sentence, tuple(Edit(*edit) for edit in edits), of_proofs)
 
 
 # --- applying it ---------------------------------------------------------------------------------

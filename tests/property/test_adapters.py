@@ -113,7 +113,11 @@ CALLS: list[tuple[str, str, str, float, dict[str, float]]] = [
 @pytest.mark.parametrize(("name", "layers"), [(a.name, (0, a.depth - 1)) for a in ARCHITECTURES])
 def test_scored_linears_are_the_linears_of_these_layers(name: str, layers: Sequence[int]) -> None:
     """The trainable linears of these blocks and no others, each once, and s = x W^T (W if stored
-    so) + b is what each one gives."""
+    so) + b is what each one gives.
+
+    Proves: scored linears are the linears of these layers (exact), against the modules' own
+    outputs.
+    """
     model = model_of(name)
     every = blocks(model, name)
     last = every[layers[-1]]
@@ -153,7 +157,10 @@ def test_scored_linears_are_the_linears_of_these_layers(name: str, layers: Seque
 
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_what_is_not_scored_is_named(name: str) -> None:
-    """Every trainable matrix of a block is a scored linear's weight or is in the report."""
+    """Every trainable matrix of a block is a scored linear's weight or is in the report.
+
+    Proves: what is not scored is named (exact), against the blocks' parameters.
+    """
     model = model_of(name)
     adapter = find_adapter(model)
     every = blocks(model, name)
@@ -178,7 +185,10 @@ def test_a_call_is_what_the_model_computes(
     name: str, implementation: str, side: str, seed: int, dropout: float, options: dict[str, float]
 ) -> None:
     """Attention written out from the call alone (mask, scale, soft-cap, sinks, groups) is the
-    model's own output, at every position that is not padding; dropout is said."""
+    model's own output, at every position that is not padding; dropout is said.
+
+    Proves: a call is what the model computes (exact), against attention written out.
+    """
     model = model_of(name, implementation, seed, **options)
     if dropout:
         for module in model.modules():
@@ -217,7 +227,10 @@ def test_a_call_is_what_the_model_computes(
 @budget(0.2, least=4)
 def test_overrides_leave_nothing_behind(name: str, seed: int) -> None:
     """Other modules and other models run as they are; the registry is as before, also past an
-    exception and where contexts are left in the order in which they were entered."""
+    exception and where contexts are left in the order in which they were entered.
+
+    Proves: overrides leave nothing behind (exact), against the models without overrides.
+    """
     registry = ALL_ATTENTION_FUNCTIONS._local_mapping
     before = dict(registry)
     with mock.patch.dict(registry):  # whatever happens, the next test has the one that it knows
@@ -228,7 +241,10 @@ def test_overrides_leave_nothing_behind(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "phi3", "mixtral"])
 def test_decoding_is_the_forward(name: str, seed: int) -> None:
-    """Logits after each column, with the cache, are those of one forward over all columns."""
+    """Logits after each column, with the cache, are those of one forward over all columns.
+
+    Proves: decoding is the forward (exact), against one forward.
+    """
     model = model_of(name, seed=seed)
     adapter = find_adapter(model)
     batch = batch_of("left", seed)
@@ -251,7 +267,10 @@ def test_decoding_is_the_forward(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_rows_beyond_the_limit_are_refused(name: str) -> None:
-    """A row longer than the model's positions has no value; one of exactly that length has."""
+    """A row longer than the model's positions has no value; one of exactly that length has.
+
+    Proves: rows beyond the limit are refused (exact), against the configuration.
+    """
     model = model_of(name)
     limit = model.config.max_position_embeddings
     adapter = find_adapter(model)
@@ -271,6 +290,8 @@ def test_layers_without_softmax_are_named(estimator: str) -> None:
     """LFM2's convolution layer is named, and ends every estimator that has no rule for it.
 
     Qwen-3.5's linear attention is named as well, and is a gated delta net, which has one.
+
+    Proves: layers without softmax are named (exact), against LFM2's layers, Qwen-3.5's.
     """
     hybrid = find_adapter(model_of("qwen3_5"))
     assert hybrid.other_mixers([0, 1, 2]) == {"model.layers.1": "linear_attention"}

@@ -275,7 +275,10 @@ HOLES = AttentionCase(b=2, g=2, r=2, t=9, mask="sliding holes", softcap=1.5, chu
 @example(BLIND)
 @example(HOLES)
 def test_self_backward_is_the_diagonal(case: AttentionCase) -> None:
-    """Self mode: dq in full, dk and dv from the query at the same position only."""
+    """Self mode: dq in full, dk and dv from the query at the same position only.
+
+    Proves: self backward is the diagonal (exact), against explicit attention.
+    """
     call, error = case.call(), case.error()
     expected = position_by_position(call, error)
     with blocks_of(case.chunk):
@@ -289,7 +292,10 @@ def test_self_backward_is_the_diagonal(case: AttentionCase) -> None:
 @example(HARD)
 @budget(0.5)
 def test_ordinary_backward_is_the_kernels(case: AttentionCase) -> None:
-    """Forward values, and gradients in ordinary mode, are the model's own, bit by bit."""
+    """Forward values, and gradients in ordinary mode, are the model's own, bit by bit.
+
+    Proves: ordinary backward is the kernels (exact), against the model's kernel, bit by bit.
+    """
     call, error = case.call(), case.error()
     leaves = (call.query, call.key, call.value)
     plain = native_of(call)(*leaves)
@@ -303,7 +309,10 @@ def test_ordinary_backward_is_the_kernels(case: AttentionCase) -> None:
 @given(attention_cases())
 @budget(0.25)
 def test_the_mode_is_read_at_backward_time(case: AttentionCase) -> None:
-    """One forward: self-only, then ordinary, then self-only again, each as if it were alone."""
+    """One forward: self-only, then ordinary, then self-only again, each as if it were alone.
+
+    Proves: the mode is read at backward time (exact), against a forward for each mode.
+    """
     call, error = case.call(), case.error()
     leaves = (call.query, call.key, call.value)
     switch = BackwardSwitch()
@@ -323,7 +332,10 @@ def test_the_mode_is_read_at_backward_time(case: AttentionCase) -> None:
 @example(BLIND)
 @example(HOLES)
 def test_log_sum_exp_and_weights(case: AttentionCase) -> None:
-    """lse, every block of alpha, and alpha_tt, against explicit softmax with sinks and masks."""
+    """lse, every block of alpha, and alpha_tt, against explicit softmax with sinks and masks.
+
+    Proves: log sum exp and weights (exact), against explicit softmax.
+    """
     call = case.call()
     logits, alpha = explicit_logits(call), attention_weights(call)
     if call.sinks is not None:
@@ -372,7 +384,10 @@ def test_log_sum_exp_and_weights(case: AttentionCase) -> None:
 @example(HARD, frozenset({"sinks"}))
 @example(BLIND, frozenset({"query", "key", "value"}))
 def test_forward_mode_is_the_jvp(case: AttentionCase, moving: frozenset[str]) -> None:
-    """Output and tangent equal those of explicit attention; tangents may be absent."""
+    """Output and tangent equal those of explicit attention; tangents may be absent.
+
+    Proves: forward mode is the jvp (exact), against explicit attention.
+    """
     call = case.call()
     tangents = {n: t for n, t in tangents_of(case).items() if n in moving}
     if not tangents:
@@ -393,7 +408,10 @@ def test_forward_mode_is_the_jvp(case: AttentionCase, moving: frozenset[str]) ->
 @pytest.mark.parametrize("mask", ["none", "window", "left"])
 @pytest.mark.parametrize("window", [None, 16])
 def test_no_square_of_the_length(mask: str, window: int | None) -> None:
-    """No tensor with two axes of T anywhere but in the mask: band, self-only and forward mode."""
+    """No tensor with two axes of T anywhere but in the mask: band, self-only and forward mode.
+
+    Proves: no square of the length (exact), against shapes of every tensor.
+    """
     case = AttentionCase(b=1, g=2, r=1, t=200, d=4, v=4, mask=mask, chunk=32)
     call, error = case.call(), case.error()
     hidden = call.mask

@@ -22,7 +22,7 @@ from alphatoken.support.progress import Tracker
 from alphatoken.values import Certificate
 from tests.places import tiered
 from tests.property.catalogue import BY_NAME
-from tests.property.mutation import Edit, Mutant, applied, without_proofs
+from tests.property.mutation import Mutant, applied, row, without_proofs
 from tests.property.profiles import budget
 from tests.property.setups import Setup, make_scorer, quiet, setups, stepped, summed_loss
 from tests.property.strategies import make_case
@@ -234,7 +234,10 @@ def without_a_fault(one: Trial) -> Certificate:
 
 @pytest.mark.parametrize("name", tiered(sorted(SEEN), OFTEN.split()))
 def test_a_mutant_does_not_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the fault inside the certificate fails and names the component."""
+    """With the fault inside the certificate fails and names the component.
+
+    Proves: a mutant does not agree (exact), against mutants of the core.
+    """
     # The observed losses would refuse some before the certificate can.
     monkeypatch.setattr(Recording, "require_losses", lambda *_: None)
     right = without_a_fault(SEEN[name])
@@ -253,7 +256,7 @@ def test_a_mutant_does_not_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def edit(target: str, old: str, new: str) -> Mutant:
     """A fault of this file alone."""
-    return Mutant(f"{target}: {new}", "", (Edit(target, old, new),), (), listed=False)
+    return row(f"{target}: {new}", (), "", (target, old, new))
 
 
 def test_the_linear_that_is_off_is_named() -> None:
@@ -294,7 +297,10 @@ def test_the_linear_that_is_off_is_named() -> None:
 def test_right_code_agrees(
     setup: Setup, estimator: str, window: int | None, objective: str, part: str
 ) -> None:
-    """Every structure and option."""
+    """Every structure and option.
+
+    Proves: right code agrees (exact), against every component anew.
+    """
     if estimator in ("label", "path") or (estimator == "direct" and part == "causal"):
         part = "both"
     with quiet():

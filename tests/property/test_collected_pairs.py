@@ -53,6 +53,8 @@ def test_counts_of_pairs(seed: int, count: int) -> None:
     """Every pair is counted in the one cell of its weight and deviation, and of their product.
 
     Those that a mask hides are counted in none; beyond the ends, in the cell at the end.
+
+    Proves: counts of pairs (exact), against counting one by one.
     """
     alpha, deviation = drawn(seed, count)
     found = pairs.PairCounts.of(alpha, deviation)
@@ -68,7 +70,10 @@ def test_counts_of_pairs(seed: int, count: int) -> None:
 
 @given(st.integers(0, 999), st.sampled_from([0.001, 0.01, 0.1, 1.0]))
 def test_shares_above_powers_of_ten(seed: int, level: float) -> None:
-    """The share of pairs with weight times deviation at or above a power of ten is exact."""
+    """The share of pairs with weight times deviation at or above a power of ten is exact.
+
+    Proves: shares above powers of ten (exact), against counting one by one.
+    """
     alpha, deviation = drawn(seed, 50)
     alpha[0], deviation[0] = 0.5, 2.0 * level * 1.001  # in the first cell that counts
     risk = (alpha * deviation)[alpha > 0]
@@ -160,6 +165,8 @@ def test_weights_and_deviations_of_pairs(
     """What a callback collects are alpha_{t->k} and ||v_t - o_k||_2 / sqrt(d_v) of each pair.
 
     Of the pairs t < k <= t + W of response tokens, each once, in a forward without a graph.
+
+    Proves: weights and deviations of pairs (exact), against ``attend``.
     """
     model = ReferenceDecoder(config, seed)
     subject = subject_of(model, rows_of(config, [6, 4]))

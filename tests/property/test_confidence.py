@@ -100,6 +100,9 @@ def test_standard_errors(setup: Setup, estimator: str, scaled: bool) -> None:
         setup: with two validation batches at least.
         estimator: of the values.
         scaled: with a preconditioner, a random number for each entry.
+
+    Proves: standard errors (exact), against ``standard_errors``, values against all batches but
+    one.
     """
     model = setup.case.model()
     plain = make_scorer(setup, estimator, model=model)
@@ -149,7 +152,10 @@ def test_standard_errors(setup: Setup, estimator: str, scaled: bool) -> None:
 )
 @budget(0.1)
 def test_values_by_batch(setup: Setup, estimator: str) -> None:
-    """Values by batch are those of scorers of one batch; adaptation is their mean by tokens."""
+    """Values by batch are those of scorers of one batch; adaptation is their mean by tokens.
+
+    Proves: values by batch (exact), against scorers of each batch alone.
+    """
     model, batches = setup.case.model(), setup.case.validation
     scorer = make_scorer(setup, estimator, model=model, standard_errors=True)
     found = quiet_score(scorer, setup.case.batch)
@@ -176,6 +182,8 @@ def test_errors_are_unbiased(seed: int) -> None:
 
     Clusters have values of their own and different numbers of tokens, which depend on each other.
     The jackknife errs on the safe side.
+
+    Proves: errors are unbiased (approximate), against variance over draws.
     """
     generator = torch.Generator().manual_seed(seed)
     draws, count = 40000, 8
@@ -194,7 +202,10 @@ def test_errors_are_unbiased(seed: int) -> None:
 @given(rule_cases(), st.integers(2, 30), st.sampled_from([0.5, 0.8, 0.95, 0.999]))
 @budget(0.2)
 def test_harmless(case: RuleCase, parts: int, confidence: float) -> None:
-    """A response token stays unless v + t se < 0, t by bisection of Student's distribution."""
+    """A response token stays unless v + t se < 0, t by bisection of Student's distribution.
+
+    Proves: harmless (exact), against loops, quantile by bisection.
+    """
     values, errors = (torch.tensor(x).float() for x in (case.values, case.errors))
     mask = torch.tensor(case.response)
     found = confidence_module.select_harmless(

@@ -50,7 +50,10 @@ def agree(found: Tensor, expected: Tensor, scale: Tensor, exact: bool, name: str
 @given(contractions())
 @budget(0.5)
 def test_projected_is_the_loop(case: ContractionCase) -> None:
-    """Projected contraction equals the explicit rank-1 matrices; exactly so for small integers."""
+    """Projected contraction equals the explicit rank-1 matrices; exactly so for small integers.
+
+    Proves: eqs. ap_gdp, app_ap_gdp (exact), against loops over rank-1 matrices.
+    """
     for integers in (False, True):
         f = case.factors(integers=integers)
         found = contraction.contract(f.delta, f.x, f.m)
@@ -62,7 +65,10 @@ def test_projected_is_the_loop(case: ContractionCase) -> None:
 @given(contractions(), st.integers(1, 13))
 @budget(0.5)
 def test_gram_is_the_loop(case: ContractionCase, chunk: int) -> None:
-    """Gram contraction equals the explicit double loop, whatever the block of validation tokens."""
+    """Gram contraction equals the explicit double loop, whatever the block of validation tokens.
+
+    Proves: eqs. app_rank1_factor, app_aa_direct (exact), against loops over pairs of tokens.
+    """
     for integers in (False, True):
         f = case.factors(integers=integers)
         found = contract_gram(f.delta, f.x, f.delta_v, f.x_v, chunk=chunk)
@@ -75,7 +81,10 @@ def test_gram_is_the_loop(case: ContractionCase, chunk: int) -> None:
 @example(ContractionCase(1, 1, 1, 1, 1))
 @budget(0.5)
 def test_gram_is_projected(case: ContractionCase) -> None:
-    """The gram form is the library's contraction where M is the outer sum of validation factors."""
+    """The gram form is the library's contraction where M is the outer sum of validation factors.
+
+    Proves: eqs. phi_tgt_dir, app_aa_direct (exact), against the other route.
+    """
     for integers in (False, True):
         f = case.factors(integers=integers)
         m = contraction.outer_sum(f.delta_v[None], f.x_v[None])
@@ -87,7 +96,10 @@ def test_gram_is_projected(case: ContractionCase) -> None:
 @given(contractions())
 @budget(0.5)
 def test_outer_sum_is_the_weight_gradient(case: ContractionCase) -> None:
-    """Outer product first, sum second: autograd's gradient of the weight, over all sequences."""
+    """Outer product first, sum second: autograd's gradient of the weight, over all sequences.
+
+    Proves: outer sum is the weight gradient (exact), against autograd.
+    """
     for integers in (False, True):
         f = case.factors(integers=integers)
         weight = f.m.clone().requires_grad_()
@@ -101,7 +113,10 @@ def test_outer_sum_is_the_weight_gradient(case: ContractionCase) -> None:
 @given(contractions())
 @budget(0.25)
 def test_narrow_inputs_are_widened(case: ContractionCase) -> None:
-    """bfloat16 factors are contracted in float32: equal to the float32 copies, bit by bit."""
+    """bfloat16 factors are contracted in float32: equal to the float32 copies, bit by bit.
+
+    Proves: narrow inputs are widened (exact), against float32 copies, bit by bit.
+    """
     f = case.factors(integers=True)
     narrow = [x.to(torch.bfloat16) for x in (f.delta, f.x, f.m)]
     found = contraction.contract(*narrow)

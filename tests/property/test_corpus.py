@@ -101,7 +101,10 @@ def _outcome(work: Callable[[], Any]) -> Any:
 @example([1.0, 1.0, 1.0, 1.0], 0.5)
 @example([-0.0, 0.0, -0.0, 0.0], 0.25)
 def test_top_mask(values: Sequence[float], ratio: float) -> None:
-    """The best share is that of ``select_top``, ties included."""
+    """The best share is that of ``select_top``, ties included.
+
+    Proves: top mask (exact), against select_top.
+    """
     whole = np.array(values)
     mask = torch.ones(1, len(whole), dtype=torch.bool)
     due = select_top(torch.from_numpy(whole)[None], mask, ratio)[0].numpy()
@@ -116,7 +119,10 @@ def test_top_mask(values: Sequence[float], ratio: float) -> None:
 @example([(2.0, 1), (1.0, 9), (0.5, 1)], 0.25)
 @example([(1.0, 9), (0.0, 1)], 0.1)
 def test_best_rows(rows: Sequence[tuple[float, int]], ratio: float) -> None:
-    """Rows are taken from the best down, of equals the first, up to the first that does not fit."""
+    """Rows are taken from the best down, of equals the first, up to the first that does not fit.
+
+    Proves: best rows (exact), against a loop over the rows.
+    """
     values, tokens = (np.array(column) for column in zip(*rows, strict=True))
     budget, due = keep_count(ratio, int(tokens.sum())), np.zeros(len(rows), bool)
     for place in sorted(range(len(rows)), key=lambda i: (-rows[i][0], i)):
@@ -138,7 +144,10 @@ def test_what_has_no_rank_is_refused() -> None:
 
 @given(lines(), st.sampled_from([1, 2, 5, 256]), st.integers(0, 40), st.integers(0, 40))
 def test_rows_from_any_place(lines: Sequence[Any], stride: int, start: int, more: int) -> None:
-    """Rows of a JSONL file from any one on are those of the whole, bad ones in their places."""
+    """Rows of a JSONL file from any one on are those of the whole, bad ones in their places.
+
+    Proves: rows from any place (exact), against the lines themselves.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         path.write_bytes(b"\n".join(_line(line, good=False) for line in lines))
@@ -156,7 +165,10 @@ def test_rows_from_any_place(lines: Sequence[Any], stride: int, start: int, more
 def test_corpus(
     lines: Sequence[Any], fisher: Sequence[tuple[int, int]], drawn: int, seed: int, cut: int
 ) -> None:
-    """Block by block a corpus keeps what splitting the whole list keeps, and draws the same."""
+    """Block by block a corpus keeps what splitting the whole list keeps, and draws the same.
+
+    Proves: corpus (exact), against split_pools on the whole list.
+    """
     keys = frozenset(key for row in _rows_of(fisher) for key in leak_keys(row))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
@@ -200,7 +212,10 @@ def test_corpus(
     st.lists(st.sampled_from(["prompt", "text", "conversations", "system", "tools"]), max_size=3),
 )
 def test_marked_turns(said: Sequence[Said], empty: Sequence[str]) -> None:
-    """Labels are the turns that no mark forbids, whatever other columns are null."""
+    """Labels are the turns that no mark forbids, whatever other columns are null.
+
+    Proves: marked turns (exact), against the marks themselves.
+    """
     messages = []
     for i, (text, mark, value) in enumerate(said):
         messages += [{"role": "user", "content": f"{i}?"},

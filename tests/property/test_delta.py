@@ -173,7 +173,10 @@ REDUCTIONS = st.sampled_from(["per_head", "mean"])
 @example(HARD)
 @example(SHORT)
 def test_the_self_backward_holds_the_incoming_state(case: DeltaCase) -> None:
-    """Self mode is the ordinary derivative of the rule whose incoming states are constants."""
+    """Self mode is the ordinary derivative of the rule whose incoming states are constants.
+
+    Proves: the self backward holds the incoming state (exact), against ``delta_rule``.
+    """
     call, error = case.call(), case.error()
     held = delta_net.delta_rule(call, constant_past=True)
     expected = torch.autograd.grad(held, inputs_of(call), error, materialize_grads=True)
@@ -188,7 +191,10 @@ def test_the_self_backward_holds_the_incoming_state(case: DeltaCase) -> None:
 @example(HARD)
 @budget(0.25)
 def test_the_ordinary_backward_is_the_kernels(case: DeltaCase) -> None:
-    """Ordinary mode changes no bit of what the kernel's own backward gives."""
+    """Ordinary mode changes no bit of what the kernel's own backward gives.
+
+    Proves: the ordinary backward is the kernels (exact), against the kernel's own, bit by bit.
+    """
     call, error = case.call(), case.error()
     plain = torch.autograd.grad(native_of(call)(*inputs_of(call)), inputs_of(call), error)
     _, found = switched(call, error, "ordinary")
@@ -199,7 +205,10 @@ def test_the_ordinary_backward_is_the_kernels(case: DeltaCase) -> None:
 @example(HARD)
 @budget(0.25)
 def test_one_forward_of_the_rule_serves_both_backwards(case: DeltaCase) -> None:
-    """The mode is read at backward time: one graph gives self, ordinary and self gradients."""
+    """The mode is read at backward time: one graph gives self, ordinary and self gradients.
+
+    Proves: one forward of the rule serves both backwards (exact), against a forward for each mode.
+    """
     call, error = case.call(), case.error()
     switch = BackwardSwitch()
     output, _ = delta_rule.switchable_delta_rule(call, native_of(call), switch)
@@ -217,7 +226,10 @@ def test_one_forward_of_the_rule_serves_both_backwards(case: DeltaCase) -> None:
 @example(SHORT)
 @budget(0.5)
 def test_the_convolution_alone(case: DeltaCase) -> None:
-    """Self mode is the last tap; ordinary mode is the kernel's, and so is all taps gathered."""
+    """Self mode is the last tap; ordinary mode is the kernel's, and so is all taps gathered.
+
+    Proves: the convolution alone (exact), against ``convolve``.
+    """
     call = case.convolution()
     error = torch.randn(
         call.x.shape, generator=torch.Generator().manual_seed(case.seed), dtype=torch.float64
@@ -251,6 +263,8 @@ def test_carried_errors_are_the_coefficients(
 
     The coefficients themselves are the derivatives of the outputs by the values, and every
     distance at once is the ordinary backward.
+
+    Proves: carried errors are the coefficients (exact), against ``coefficients``.
     """
     call, error = case.call(), case.error()
     weights = delta_net.coefficients(call)
@@ -283,6 +297,8 @@ def test_propagation_goes_through_the_taps(
 
     Without a window and per head it is what the ordinary backward gives through the values alone,
     less the part that stays at its position.
+
+    Proves: propagation goes through the taps (approximate), against ``propagated_parts``.
     """
     front, call, use = uses_of(case)
     error = case.error()
@@ -319,7 +335,11 @@ def test_propagation_goes_through_the_taps(
 @given(delta_cases(t=st.sampled_from([1, 2, 4, 6])))
 @budget(0.5)
 def test_what_is_left_out_is_bounded(case: DeltaCase) -> None:
-    """The closed value path is autograd's, and the rest of the Jacobian keeps within its bound."""
+    """The closed value path is autograd's, and the rest of the Jacobian keeps within its bound.
+
+    Proves: what is left out is bounded (exact), against ``net_jacobian``, ``value_path``,
+    ``left_out_bound``.
+    """
     normal = case._normal()
     d, v, m = case.d, case.v, 4
     net = delta_net.DeltaNet(

@@ -71,7 +71,11 @@ def loaded(folder: str, dtype: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize("estimator", ["alphatoken", pytest.param("label", marks=pytest.mark.slow)])
 def test_each_arithmetic_has_the_scorers_values(estimator: str) -> None:
-    """Values beside float32 are those of a scorer under autocast, and of one of the model in it."""
+    """Values beside float32 are those of a scorer under autocast, and of one of the model in it.
+
+    Proves: each arithmetic has the scorers values (exact), against a scorer under autocast, a model
+    loaded in 16 bits.
+    """
     one = subject(llama(), estimator)
     found = arithmetic.diagnose(one, FEW)
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +96,11 @@ def test_each_arithmetic_has_the_scorers_values(estimator: str) -> None:
 
 
 def test_a_model_that_has_not_moved_drifts_in_no_arithmetic() -> None:
-    """Reference weights are rounded as the model's are, so that rounding is taken for no drift."""
+    """Reference weights are rounded as the model's are, so that rounding is taken for no drift.
+
+    Proves: a model that has not moved drifts in no arithmetic (exact), against values without
+    retention.
+    """
     plain = subject(llama())
     names = Scorer(plain.model, plain.batches(plain.validation), None, plain.config).parameters
     weights = {name: weight.detach().clone() for name, weight in names.items()}
@@ -107,7 +115,10 @@ def test_a_model_that_has_not_moved_drifts_in_no_arithmetic() -> None:
 
 
 def test_the_four_numbers_by_hand() -> None:
-    """The numbers of each arithmetic, by loops over the values side by side."""
+    """The numbers of each arithmetic, by loops over the values side by side.
+
+    Proves: the four numbers by hand (exact), against loops.
+    """
     found = arithmetic.diagnose(subject(llama(), ratio=0.3), FEW)
     for name in (AUTOCAST, WEIGHTS):
         record = records_of(found)[name]
@@ -129,7 +140,10 @@ def test_the_four_numbers_by_hand() -> None:
 
 
 def test_what_other_rows_change_is_counted_draw_by_draw() -> None:
-    """The yardstick is the mean share of decisions that a draw of the validation rows reverses."""
+    """The yardstick is the mean share of decisions that a draw of the validation rows reverses.
+
+    Proves: what other rows change is counted draw by draw (exact), against loops over draws.
+    """
     columns, ratio, seed = planted(near=30), 0.4, 3
     rows, rest = len(columns.tokens), np.linspace(0, 3, 110)
     share = keep_shares(columns, rest, ratio, 60, seed=seed)
@@ -160,7 +174,10 @@ def crude(changed: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 def test_planted_rounding_turns_the_verdict() -> None:
-    """An arithmetic is good enough exactly where it changes fewer decisions than other rows do."""
+    """An arithmetic is good enough exactly where it changes fewer decisions than other rows do.
+
+    Proves: planted rounding turns the verdict (exact), against planted rounding.
+    """
     fine = arithmetic.diagnose(subject(llama()))
     assert f"good enough with {AUTOCAST} and {WEIGHTS}: " in fine.conclusion
     found = arithmetic.diagnose(subject(crude(lambda out: torch.sin(999 * out.float()).to(out))))

@@ -84,6 +84,9 @@ def test_differences_are_the_label_values(setup: Setup, form: str) -> None:
 
     The stated error, Richardson's times 3, bounds the true one, also where it was made on a part
     of the rows.
+
+    Proves: eq. grad_alignment (exact), against ``label_values``, ``validation_gradient``,
+    ``per_token_gradients``, ``response_tokens``.
     """
     model = setup.case.model()
     before, (expected, scale) = bits(model), wanted(model, setup)
@@ -97,7 +100,11 @@ def test_differences_are_the_label_values(setup: Setup, form: str) -> None:
 
 
 def test_in_float32_the_stated_error_bounds_the_true_one() -> None:
-    """Two sides of M, observed and alone, on a Llama in float32 against its copy in float64."""
+    """Two sides of M, observed and alone, on a Llama in float32 against its copy in float64.
+
+    Proves: in float32 the stated error bounds the true one (approximate), against forward mode in
+    float64.
+    """
     model = llama()
     ids = torch.randint(0, 64, (3, 24), generator=torch.Generator().manual_seed(1))
     batch, validation = {"input_ids": ids, "labels": ids}, {"input_ids": ids[:1], "labels": ids[:1]}
@@ -123,7 +130,10 @@ def hardly_reached(batch: Mapping[str, Tensor], exact: Tensor, count: int = 2) -
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_stated_error_is_that_of_its_batch(form: str) -> None:
-    """Also of batches that are not looked at: rounding weighs more where M hardly reaches."""
+    """Also of batches that are not looked at: rounding weighs more where M hardly reaches.
+
+    Proves: the stated error is that of its batch (approximate), against forward mode in float64.
+    """
     model, generator = llama(), torch.Generator().manual_seed(3)
     batches = []
     for _ in range(6):
@@ -150,7 +160,11 @@ def test_the_stated_error_is_that_of_its_batch(form: str) -> None:
 
 
 def test_rows_that_m_hardly_reaches_are_taken_by_forward_mode_and_no_others() -> None:
-    """Where only differences may be taken, an error that is small beside other rows is stated."""
+    """Where only differences may be taken, an error that is small beside other rows is stated.
+
+    Proves: rows that m hardly reaches are taken by forward mode and no others (approximate),
+    against forward mode.
+    """
     model = llama()
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
     batch = {"input_ids": ids, "labels": ids}
@@ -175,7 +189,10 @@ def test_rows_that_m_hardly_reaches_are_taken_by_forward_mode_and_no_others() ->
 
 
 def test_a_batch_without_values_puts_no_look_off() -> None:
-    """A look that is due on a batch that M does not reach is taken on the next."""
+    """A look that is due on a batch that M does not reach is taken on the next.
+
+    Proves: a batch without values puts no look off (exact), against ages that were stated.
+    """
     model = llama()
     rows = [torch.arange(2, 12)[None], torch.arange(30, 40)[None]]
     batches = [{"input_ids": ids, "labels": ids} for ids in rows]
@@ -191,7 +208,10 @@ def test_a_batch_without_values_puts_no_look_off() -> None:
 
 
 def test_a_batch_of_another_size_is_looked_at() -> None:
-    """Smaller values as well as larger ones, before a look is due."""
+    """Smaller values as well as larger ones, before a look is due.
+
+    Proves: a batch of another size is looked at (exact), against ages that were stated.
+    """
     model = llama()
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(5))
     rows = read_batch({"input_ids": ids, "labels": ids})
@@ -212,7 +232,10 @@ def test_a_batch_of_another_size_is_looked_at() -> None:
 
 
 def test_a_truncation_grows_with_values_that_were_not_looked_at() -> None:
-    """It is taken to be as large, relative to the values, on larger ones, and no smaller."""
+    """It is taken to be as large, relative to the values, on larger ones, and no smaller.
+
+    Proves: a truncation grows with values that were not looked at (exact), against errors by hand.
+    """
     step = differences.Step(1e-3, 1.0, 0.0, 0.0, truncation=1e-3, sizes=(0.5, 1.0))
     errors = [step.error(size) for size in (0.5, 1.0, 2.0, 100.0)]
     assert errors == pytest.approx([2e-3, 1e-3, 1e-3, 1e-3])
@@ -228,7 +251,10 @@ def quotients(ahead: list[float], twice: list[float]) -> differences._Quotients:
 
 
 def test_curvature_of_one_large_token_is_no_jump() -> None:
-    """A token counts beside its own value; a small one beside those of the batch."""
+    """A token counts beside its own value; a small one beside those of the batch.
+
+    Proves: curvature of one large token is no jump (exact), against quotients by hand.
+    """
     few = [1.0] * 63
     assert not quotients([100.0, *few], [103.0, *few]).jumps(1.0)
     assert quotients([100.0, *few], [160.0, *few]).jumps(1.0)
@@ -237,6 +263,9 @@ def test_curvature_of_one_large_token_is_no_jump() -> None:
 
 @pytest.mark.parametrize("side", [1, -1])
 def test_an_infinite_loss_on_either_side_is_named(side: int) -> None:
+    """Proves: an infinite loss on either side is named (exact), against a loss that was put
+    there.
+    """
     model = llama()
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(5))
     rows = read_batch({"input_ids": ids, "labels": ids})
@@ -260,6 +289,8 @@ def test_few_tokens_may_agree_by_chance() -> None:
     """A single token's quotients at h and at 2 h do; the stated error bounds the true one still.
 
     The rows on which the step was found have more tokens to say, and so has what rounds a loss.
+
+    Proves: few tokens may agree by chance (approximate), against forward mode in float64.
     """
     model = llama()
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(5))
@@ -286,7 +317,10 @@ def test_few_tokens_may_agree_by_chance() -> None:
 
 
 def test_the_stated_error_is_that_of_the_worse_side() -> None:
-    """Of V here, which is of another length and direction than G."""
+    """Of V here, which is of another length and direction than G.
+
+    Proves: the stated error is that of the worse side (exact), against errors that were stated.
+    """
     model = ONE.model()
     scorer = Scorer(
         model, ONE.validation, far_drift(model), config("central", max_relative_drift=None)
@@ -349,6 +383,7 @@ def counted(model: nn.Module) -> Iterator[list[int]]:
 
 
 def test_an_observed_forward_with_dropout_is_no_base() -> None:
+    """Proves: an observed forward with dropout is no base (exact), against forward mode."""
     model = llama(attention_dropout=0.3).double()
     ids = torch.randint(0, 64, (3, 24), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
@@ -381,7 +416,11 @@ def test_an_observed_forward_of_coarser_losses_is_no_base() -> None:
 
 
 def test_an_observed_forward_whose_scores_were_cast_is_no_base() -> None:
-    """Losses of a float64 model, rounded to float32 by the loop, would be divided by h."""
+    """Losses of a float64 model, rounded to float32 by the loop, would be divided by h.
+
+    Proves: an observed forward whose scores were cast is no base (approximate), against
+    ``label_values``.
+    """
     model = ONE.model()
     expected, scale = wanted(model, Setup(ONE))
     scorer = Scorer(model, ONE.validation, config=config())
@@ -397,6 +436,9 @@ def test_an_observed_forward_in_16_bits_is_no_base(graph: bool) -> None:
     """On a batch that no error is looked at on, along both sides of M: autocast, over by now.
 
     With a graph within the blocks alone, where what the linears give shows it; else around all.
+
+    Proves: an observed forward in 16 bits is no base (approximate), against forward mode in
+    float64.
     """
     ids = torch.randint(0, 64, (3, 24), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
@@ -519,6 +561,9 @@ def direction(model: nn.Module, factor: float = 1.0) -> dict[str, Tensor]:
 
 
 def test_the_step_is_kept_until_m_changes_its_length() -> None:
+    """Proves: the step is kept until m changes its length (exact), against ``label_values``,
+    ``validation_gradient``.
+    """
     model = ONE.model()
     taken = Differences(ReferenceAdapter(model))
     expected, scale = wanted(model, Setup(ONE))
@@ -563,7 +608,10 @@ def test_a_forward_that_draws_is_refused() -> None:
 
 
 def test_more_curved_rows_are_seen_in_the_stated_error() -> None:
-    """The step is found on validation rows; a batch that is more curved says so by its error."""
+    """The step is found on validation rows; a batch that is more curved says so by its error.
+
+    Proves: more curved rows are seen in the stated error (approximate), against forward mode.
+    """
     model = llama().double()
     model.lm_head.weight.data *= 4
     ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(2))
@@ -581,7 +629,10 @@ def test_more_curved_rows_are_seen_in_the_stated_error() -> None:
 
 
 def test_a_refreshed_scorer_is_a_new_one() -> None:
-    """To the bit, whatever it has valued before: as a resumed run goes on from a checkpoint."""
+    """To the bit, whatever it has valued before: as a resumed run goes on from a checkpoint.
+
+    Proves: a refreshed scorer is a new one (exact), against a new scorer.
+    """
     model = ONE.model()
     scorer = Scorer(model, ONE.validation, config=config("one_sided"))
     scorer.score(ONE.batch)
@@ -617,6 +668,9 @@ def test_values_do_not_depend_on_the_rows_that_came_first() -> None:
 
 @pytest.mark.parametrize("fails", ["error", "interrupt"])
 def test_weights_come_back_after_an_exception_in_a_shifted_forward(fails: str) -> None:
+    """Proves: weights come back after an exception in a shifted forward (exact), against the
+    weights before.
+    """
     model = TIED.model()
     before, calls = bits(model), [0]
     scorer = Scorer(model, TIED.validation, config=config("central"))
@@ -644,7 +698,11 @@ def test_weights_come_back_after_an_exception_in_a_shifted_forward(fails: str) -
 def test_what_a_signal_raises_while_weights_come_back_waits_for_the_last(
     number: signal.Signals,
 ) -> None:
-    """Ctrl-C, or a handler that ends the process when it is preempted."""
+    """Ctrl-C, or a handler that ends the process when it is preempted.
+
+    Proves: what a signal raises while weights come back waits for the last (exact), against the
+    weights before.
+    """
     model = ONE.model()
     before = bits(model)
     shift = ShiftedWeights(model, direction(model))
@@ -675,7 +733,10 @@ def test_what_a_signal_raises_while_weights_come_back_waits_for_the_last(
 
 
 def test_a_shift_is_what_it_says() -> None:
-    """theta + step M from the weights as they were, tied places once; graphs do not see it."""
+    """theta + step M from the weights as they were, tied places once; graphs do not see it.
+
+    Proves: a shift is what it says (exact), against the weights before.
+    """
     model = TIED.model()
     before, m = bits(model), {n: torch.ones_like(p) for n, p in model.named_parameters()}
     assert model.head.weight is model.embedding.weight
@@ -694,7 +755,10 @@ def test_a_shift_is_what_it_says() -> None:
 
 
 def test_a_tied_weight_moves_once() -> None:
-    """Under whichever of its names M has it, and under both."""
+    """Under whichever of its names M has it, and under both.
+
+    Proves: a tied weight moves once (exact), against the weights before.
+    """
     model = TIED.model()
     before = model.head.weight.detach().clone()
     one = torch.ones_like(before)
@@ -759,7 +823,10 @@ def mixture_is_off(seed: int, batches: int, options: dict[str, Any], *, observed
 @pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("options", [{"layers": 1}, {"parameters": "all"}], ids=str)
 def test_values_of_a_mixture_are_derivatives(options: dict[str, Any], observed: bool) -> None:
-    """And no jumps of its router, at whichever token, under the kernel without forward mode."""
+    """And no jumps of its router, at whichever token, under the kernel without forward mode.
+
+    Proves: values of a mixture are derivatives (exact), against ``label_values``.
+    """
     assert mixture_is_off(1, 3, options, observed=observed) < 1e-4
 
 
@@ -770,7 +837,11 @@ def test_values_of_a_mixture_are_derivatives_on_many_batches(seed: int) -> None:
 
 
 def test_differences_of_a_mixture_are_looked_at_token_by_token() -> None:
-    """On each batch: where a router's choice changed between h and 2 h, they are refused."""
+    """On each batch: where a router's choice changed between h and 2 h, they are refused.
+
+    Proves: differences of a mixture are looked at token by token (approximate), against
+    ``label_values``.
+    """
     refused = 0
     model, validation = grouped(1)
     scorer = Scorer(model, [validation], config=config("central"))
@@ -790,7 +861,10 @@ def test_differences_of_a_mixture_are_looked_at_token_by_token() -> None:
 
 
 def test_one_small_jump_among_many_tokens_is_seen() -> None:
-    """A choice that moved weights change, of a token that weighs nothing in the batch's norm."""
+    """A choice that moved weights change, of a token that weighs nothing in the batch's norm.
+
+    Proves: one small jump among many tokens is seen (exact), against a jump that was put there.
+    """
     model = llama().double()
     ids = torch.randint(0, 64, (8, 48), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
@@ -819,7 +893,11 @@ def test_one_small_jump_among_many_tokens_is_seen() -> None:
 
 
 def test_auto_takes_forward_mode_through_a_mixture_of_experts() -> None:
-    """Moved weights send some tokens to other experts, and their losses jump."""
+    """Moved weights send some tokens to other experts, and their losses jump.
+
+    Proves: auto takes forward mode through a mixture of experts (exact), against which way is
+    taken.
+    """
     ids = torch.randint(3, 23, (2, 9), generator=torch.Generator().manual_seed(4))
     batch = {"input_ids": ids, "labels": ids}
     scorer = Scorer(BY_NAME["mixtral"].build(1), [batch], config=config())
@@ -844,6 +922,7 @@ def narrow_base() -> tuple[Any, Callable[[], Any]]:
 def test_a_shift_that_would_drown_is_refused_with_its_reason(
     made: Callable[[], tuple[Any, Callable[[], Any]]],
 ) -> None:
+    """Proves: a shift that would drown is refused with its reason (exact), against dtypes."""
     model, context = made()
     with context():
         reason = precision_obstacle(model, dict(model.named_parameters()))

@@ -121,7 +121,10 @@ PAIRS = st.integers(1, 2).flatmap(
 
 @given(direction_cases())
 def test_diagonal_drift(case: DirectionCase) -> None:
-    """V = F o (W - W_ref), entry by entry and as the gradient of J_prx; exactly zero at W_ref."""
+    """V = F o (W - W_ref), entry by entry and as the gradient of J_prx; exactly zero at W_ref.
+
+    Proves: eqs. fisher_proxy, gproxy, V_layer (exact), against entry by entry.
+    """
     fisher, weight, reference = (case.tensor(case.o, case.i, salt=s) for s in range(3))
     found = direction.diagonal_drift(fisher, weight, reference)
     for o in range(case.o):
@@ -136,7 +139,10 @@ def test_diagonal_drift(case: DirectionCase) -> None:
 
 @given(direction_cases())
 def test_direction_algebra(case: DirectionCase) -> None:
-    """M = P o G + lambda P o V; P = 1 where it is not given; balance = ||lambda V|| / ||G||."""
+    """M = P o G + lambda P o V; P = 1 where it is not given; balance = ||lambda V|| / ||G||.
+
+    Proves: eqs. composite_val, composite_val_obj (exact), against entry by entry.
+    """
     names = ("a", "b")
     g, v, p = ({n: case.tensor(case.o, case.i, salt=3 * s + j) for j, n in enumerate(names)}
                for s in range(3))  # fmt: skip
@@ -169,7 +175,10 @@ def test_the_first_gradient_that_is_not_finite_is_named() -> None:
 @example(SEVERAL)
 @budget(0.15)
 def test_validation_gradient(setup: Setup) -> None:
-    """G: mean over the response tokens of all batches, whatever their lengths; V entry by entry."""
+    """G: mean over the response tokens of all batches, whatever their lengths; V entry by entry.
+
+    Proves: validation gradient (exact), against ``validation_gradient``.
+    """
     model = setup.case.model()
     scorer = make_scorer(setup, "path", model=model)
     gain, keep = truth(setup).directions
@@ -186,7 +195,10 @@ def test_validation_gradient(setup: Setup) -> None:
 @given(setups())
 @budget(0.1)
 def test_retention_by_data(setup: Setup) -> None:
-    """V = gradient of the mean token loss on given retention batches."""
+    """V = gradient of the mean token loss on given retention batches.
+
+    Proves: retention by data (exact), against ``validation_gradient``, ``exact_influence``.
+    """
     model = setup.case.model()
     data = [setup.case.batch, *setup.case.validation]
     parameters = parameters_of(setup, ReferenceAdapter(model))
@@ -202,7 +214,10 @@ def test_retention_by_data(setup: Setup) -> None:
 @given(setups(), st.sampled_from([0.0, -2.0, 7.0]))
 @budget(0.1)
 def test_lambda(setup: Setup, weight: float) -> None:
-    """stability is reported before lambda; total = adaptation + lambda stability."""
+    """stability is reported before lambda; total = adaptation + lambda stability.
+
+    Proves: eqs. phi_total, decomposition (exact), against lambda = 1.
+    """
     values = quiet_score(make_scorer(setup, "direct"), setup.case.batch)
     scorer = make_scorer(setup, "direct", stability_weight=weight)
     other = quiet_score(scorer, setup.case.batch)
@@ -216,7 +231,10 @@ def test_lambda(setup: Setup, weight: float) -> None:
 @given(setups(validations=PAIRS), st.sampled_from([0.1, 1.0]), st.sampled_from(["tokens", "pairs"]))
 @budget(0.15)
 def test_preference_validation(setup: Setup, beta: float, normalization: str) -> None:
-    """G of preference pairs: gradient of the summed -log sigma(s) over its normaliser."""
+    """G of preference pairs: gradient of the summed -log sigma(s) over its normaliser.
+
+    Proves: preference validation (exact), against ``preference_objective``.
+    """
     model = setup.case.model()
     parameters = parameters_of(setup, ReferenceAdapter(model))
     items = preference_batches(setup, beta, normalization)
@@ -258,7 +276,10 @@ def test_preference_validation(setup: Setup, beta: float, normalization: str) ->
 @given(setups(), st.sampled_from(EVERY))
 @budget(0.1)
 def test_direction_is_never_stale(setup: Setup, estimator: str) -> None:
-    """After any write, of frozen weights too, counted or not: a fresh scorer's values, exactly."""
+    """After any write, of frozen weights too, counted or not: a fresh scorer's values, exactly.
+
+    Proves: direction is never stale (exact), against a fresh scorer, bit by bit.
+    """
     model = setup.case.model()
     drift = FisherDrift(*drift_of(setup, model))
     scorer = make_scorer(setup, estimator, model=model)

@@ -76,7 +76,10 @@ STRUCTURES = st.sampled_from(["diagonal", "kronecker"])
 @given(SEEDS, STRUCTURES)
 @budget(0.5)
 def test_v_is_the_definition(seed: int, structure: str) -> None:
-    """V = F o (W - W_ref), or S_F (W - W_ref) A_F in the weight's own layout; 0 at W_ref."""
+    """V = F o (W - W_ref), or S_F (W - W_ref) A_F in the weight's own layout; 0 at W_ref.
+
+    Proves: eqs. gproxy, V_layer (exact), against loops.
+    """
     drift, weights, v = made(seed, structure)
     assert not _refused(lambda: drift.direction(weights), "")
     compare(drift.direction(weights), v, structure)
@@ -87,7 +90,10 @@ def test_v_is_the_definition(seed: int, structure: str) -> None:
 @given(SEEDS, STRUCTURES)
 @budget(0.2)
 def test_files_give_the_same_drift(seed: int, structure: str) -> None:
-    """Saved and loaded: the same V, to the bit."""
+    """Saved and loaded: the same V, to the bit.
+
+    Proves: files give the same drift (exact), against the drift that was saved, bit by bit.
+    """
     drift, weights, v = made(seed, structure)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fisher.safetensors"
@@ -105,7 +111,10 @@ def test_files_give_the_same_drift(seed: int, structure: str) -> None:
 @given(SEEDS, st.floats(0.0, 1.0))
 @budget(0.5)
 def test_drift_is_the_relative_distance(seed: int, most: float) -> None:
-    """||W - W_ref|| / ||W_ref||, and a median above the limit is refused."""
+    """||W - W_ref|| / ||W_ref||, and a median above the limit is refused.
+
+    Proves: drift is the relative distance (exact), against norms.
+    """
     drift, weights, _ = made(seed, "diagonal")
     found = drift.drift(weights)
     for name, weight in weights.items():
@@ -121,7 +130,10 @@ def test_drift_is_the_relative_distance(seed: int, most: float) -> None:
 @given(SEEDS, STRUCTURES)
 @budget(0.2)
 def test_a_fisher_of_something_else_is_refused(seed: int, structure: str) -> None:
-    """Missing parameters, other shapes, another architecture: no retention is made of them."""
+    """Missing parameters, other shapes, another architecture: no retention is made of them.
+
+    Proves: a fisher of something else is refused (exact), against refusals.
+    """
     drift, weights, _ = made(seed, structure)
     more = {**weights, "c.weight": numbers(seed, 3, 3)}
     other = {**weights, "a.weight": numbers(seed, 3, 1)}

@@ -194,7 +194,10 @@ PLAIN = make_case(("pprrr", "..prr"), (("pprr", "prrr"),), layers=2)
 @example(FUSED)
 @budget(0.25)
 def test_direct_is_the_diagonal(setup: Setup) -> None:
-    """direct = diag(Psi), exactly; its causal part is zero."""
+    """direct = diag(Psi), exactly; its causal part is zero.
+
+    Proves: eq. phi_tgt_dir (exact), against ``diagonal``.
+    """
     values = quiet_score(make_scorer(setup, "direct"), setup.case.batch)
     compare_values(values, setup, readout(setup, influence.diagonal), zeros(setup), name="direct")
 
@@ -206,7 +209,10 @@ def test_direct_is_the_diagonal(setup: Setup) -> None:
 @example(TWICE)
 @budget(0.25)
 def test_path_is_the_column_sums(setup: Setup) -> None:
-    """path = column sums of Psi, the prompt's in ``unassigned``."""
+    """path = column sums of Psi, the prompt's in ``unassigned``.
+
+    Proves: path is the column sums (exact), against ``column_sums``, ``exact_influence``.
+    """
     values = quiet_score(make_scorer(setup, "path"), setup.case.batch)
     compare_values(values, setup, readout(setup, influence.column_sums), None, name="path")
 
@@ -218,6 +224,8 @@ def test_same_layer_hop_is_one_hop_within_the_layer(setup: Setup) -> None:
     """Per scored layer, the one hop of the self-only errors to that layer's own projections.
 
     Of the parts of the exact causal value it is all but the longer hops.
+
+    Proves: same layer hop is one hop within the layer (approximate), against ``one_hop``.
     """
     adapter = setup.case.adapter()
     model = adapter.model
@@ -250,7 +258,10 @@ def test_same_layer_hop_is_one_hop_within_the_layer(setup: Setup) -> None:
 @given(setups(), SEEDS)
 @budget(0.1)
 def test_weighted_losses(setup: Setup, seed: int) -> None:
-    """token_weights (any sign) scale the rows of Psi, before and after which nothing changes."""
+    """token_weights (any sign) scale the rows of Psi, before and after which nothing changes.
+
+    Proves: weighted losses (exact), against ``row_sums``, ``column_sums``, ``diagonal``.
+    """
     generator = torch.Generator().manual_seed(seed)
     labels = setup.case.batch["labels"]
     weights = torch.randn(labels.shape, generator=generator, dtype=torch.float64)
@@ -272,7 +283,10 @@ def test_weighted_losses(setup: Setup, seed: int) -> None:
 @given(setups())
 @budget(0.1)
 def test_frozen_linears_are_out_of_scope(setup: Setup) -> None:
-    """Linears without requires_grad take no part; the others keep their exact readouts."""
+    """Linears without requires_grad take no part; the others keep their exact readouts.
+
+    Proves: frozen linears are out of scope (exact), against ``row_sums``, ``column_sums``.
+    """
     model = setup.case.model()
     adapter = ReferenceAdapter(model)
     names = [n for n in parameters_of(setup, adapter) if n.endswith("weight")]
@@ -312,7 +326,10 @@ def test_frozen_linears_are_out_of_scope(setup: Setup) -> None:
 )
 @budget(0.24, least=5)
 def test_layout_does_not_matter(setup: Setup, estimator: str, extra: int) -> None:
-    """A document's values: the same padded left or right, alone, among others, or packed."""
+    """A document's values: the same padded left or right, alone, among others, or packed.
+
+    Proves: layout does not matter (exact), against the document alone.
+    """
     model = setup.case.model()
     placed = documents(setup.case.batch)
     docs = [document for _, document in placed]
@@ -355,7 +372,10 @@ PADDED_LABELS = make_case(("..rrpr", "pprrr."), ((".rpr", "rr.."), ("..rr",)))
 @example(Setup(PADDED_LABELS, 1), "path", 1)
 @budget(0.3)
 def test_padding_holds_nothing(setup: Setup, estimator: str, shift: int) -> None:
-    """Values and G are the same, bit for bit, whatever token stands in the padding."""
+    """Values and G are the same, bit for bit, whatever token stands in the padding.
+
+    Proves: padding holds nothing (exact), against other padding, bit by bit.
+    """
     model, case = setup.case.model(), setup.case
     scorer = make_scorer(setup, estimator, model=model)
     given = quiet_score(scorer, case.batch)
@@ -371,7 +391,10 @@ def test_padding_holds_nothing(setup: Setup, estimator: str, shift: int) -> None
 @given(setups(), st.sampled_from(EVERY))
 @budget(0.12)
 def test_observed_equals_scored(setup: Setup, estimator: str) -> None:
-    """observe() on a pass without dropout = score(); the training gradient is a fresh run's."""
+    """observe() on a pass without dropout = score(); the training gradient is a fresh run's.
+
+    Proves: observed equals scored (exact), against score, and a fresh run.
+    """
     batch = setup.case.batch
     fresh = setup.case.model()
     summed_loss(fresh, batch).backward()
@@ -395,7 +418,10 @@ def test_observed_equals_scored(setup: Setup, estimator: str) -> None:
 @given(setups(), st.sampled_from(EVERY))
 @budget(0.15)
 def test_model_is_left_alone(setup: Setup, estimator: str) -> None:
-    """Weights, gradients, hooks, modes, flags, overrides, RNG: as before, also after exceptions."""
+    """Weights, gradients, hooks, modes, flags, overrides, RNG: as before, also after exceptions.
+
+    Proves: model is left alone (exact), against a snapshot.
+    """
     model = setup.case.model()
     disturb(model, setup.case.seed)
     batch = setup.case.batch
@@ -502,7 +528,10 @@ HIDDEN_USE = make_case(("pprrr",), (("pprr",),), hidden_use=True)
 
 @pytest.mark.parametrize("case", [LOOSE, ONE_USE_BELOW, HIDDEN_USE])
 def test_label_is_the_row_sums_along(case: Case) -> None:
-    """label against per-token autograd over its own parameters, captured by linears or not."""
+    """label against per-token autograd over its own parameters, captured by linears or not.
+
+    Proves: eq. grad_alignment (exact), against ``label_values``, ``validation_gradient``.
+    """
     setup = Setup(case, 1)
     model = case.model()
     scorer = make_scorer(setup, "label", model=model, retention=False)

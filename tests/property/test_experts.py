@@ -245,7 +245,11 @@ IDLE = MixtureCase("mixtral", ("pprr",), ("prr",), experts=8, chosen=1, seed=6)
 @example(case=AT_ALL)
 @budget(0.1, least=3)
 def test_values_over_linears_and_experts(case: MixtureCase, estimator: str) -> None:
-    """Diagonal, columns and rows of Psi over linears and experts, of both sides of M."""
+    """Diagonal, columns and rows of Psi over linears and experts, of both sides of M.
+
+    Proves: values over linears and experts (exact), against ``expert_influence``,
+    ``exact_influence``.
+    """
     truth, drift = Truth(case), Truth(case).drift()
     model, labels = case.model(), gradients.known_labels(truth.batch)
     scorer = case.scorer(model, estimator, retention=drift)
@@ -283,7 +287,10 @@ def test_rows_that_are_not_all_positions_are_refused() -> None:
 @example(IDLE)
 @budget(0.4)
 def test_weights_are_explained(case: MixtureCase) -> None:
-    """Sums of delta (x) x by expert are autograd's gradients of the tensors."""
+    """Sums of delta (x) x by expert are autograd's gradients of the tensors.
+
+    Proves: weights are explained (exact), against autograd.
+    """
     model, batch = case.model(), case.batch(case.train)
     scorer = case.scorer(model, "path")
     found: dict[str, Tensor] = {}
@@ -308,7 +315,10 @@ def test_weights_are_explained(case: MixtureCase) -> None:
 @example(IDLE)
 @budget(0.4)
 def test_rows_make_the_models_own_output(case: MixtureCase) -> None:
-    """Output and every derivative of a mixture are those of transformers' code, in float64."""
+    """Output and every derivative of a mixture are those of transformers' code, in float64.
+
+    Proves: rows make the models own output (exact), against transformers' own code.
+    """
     model = case.model()
     with mixture_calls(model) as calls, torch.no_grad():
         model(input_ids=case.batch(case.train)["input_ids"])
@@ -337,7 +347,10 @@ def test_rows_make_the_models_own_output(case: MixtureCase) -> None:
 
 @given(rows_cases())
 def test_contraction_is_the_loop(case: tuple[int, ...]) -> None:
-    """delta^T M_e x and delta (x) x of each row, written out, added where they belong."""
+    """delta^T M_e x and delta (x) x of each row, written out, added where they belong.
+
+    Proves: contraction is the loop (exact), against loops over rows.
+    """
     b, t, c, e, o, i, seed = case
     draw = torch.Generator().manual_seed(seed)
 
@@ -367,7 +380,10 @@ def test_contraction_is_the_loop(case: tuple[int, ...]) -> None:
 @budget(0.1, least=4)
 def test_one_forward_serves_both(case: MixtureCase) -> None:
     """Values touch no ``.grad``; the backward of the same forward gives the untouched model's
-    gradients, the router's among them; a model that nobody observes runs its own code."""
+    gradients, the router's among them; a model that nobody observes runs its own code.
+
+    Proves: one forward serves both (exact), against an untouched model.
+    """
     model, batch = case.model(), case.batch(case.train)
     labels = batch["labels"]
     inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -549,7 +565,10 @@ def test_every_implementation_is_seen_and_put_back(implementation: str) -> None:
 @example(BIASED)
 @budget(0.2, least=5)
 def test_rows_of_the_oracle_are_label_values(case: MixtureCase) -> None:
-    """Copies of all positions together are the tensor: rows of Psi sum to <grad l_k, M>."""
+    """Copies of all positions together are the tensor: rows of Psi sum to <grad l_k, M>.
+
+    Proves: eq. grad_alignment (exact), against ``expert_influence``, ``label_values``.
+    """
     truth = Truth(case)
     direction = {n: truth.gradient[n] for n in truth.of_experts}
     found = expert_influence(truth.forward, truth.batch, truth.mixtures, direction)
@@ -562,7 +581,11 @@ def test_rows_of_the_oracle_are_label_values(case: MixtureCase) -> None:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_entry_is_the_effect_of_moving_one_copy(name: str) -> None:
-    """Psi[k, t] by central differences: the tensors move along M at position t alone."""
+    """Psi[k, t] by central differences: the tensors move along M at position t alone.
+
+    Proves: every entry is the effect of moving one copy (exact), against ``expert_influence``,
+    finite differences.
+    """
     case = MixtureCase(name, ("pprr",), layers=(1,), seed=14)
     truth = Truth(case)
     direction = {n: truth.gradient[n] for n in truth.of_experts}

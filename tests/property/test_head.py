@@ -167,7 +167,10 @@ def _losses_and_gradient(
 
 @given(head_cases(), st.booleans())
 def test_head_losses(case: HeadCase, known: bool) -> None:
-    """Losses and every gradient of a weighted sum of them; twice through one graph."""
+    """Losses and every gradient of a weighted sum of them; twice through one graph.
+
+    Proves: head losses (exact), against loops.
+    """
     given = case.parameters()
     expected = by_loops(case.targets, *given)
     with case.in_blocks():
@@ -188,7 +191,10 @@ def test_head_losses(case: HeadCase, known: bool) -> None:
 
 @given(head_cases(), st.tuples(st.booleans(), st.booleans(), st.booleans()))
 def test_head_tangents(case: HeadCase, moved: tuple[bool, bool, bool]) -> None:
-    """The derivative along any of h, W and b is the gradient's inner product with it."""
+    """The derivative along any of h, W and b is the gradient's inner product with it.
+
+    Proves: head tangents (exact), against autograd through loops.
+    """
     given = case.parameters()
     along = [
         case.numbers(*x.shape, salt=5 + i) if moved[i] else torch.zeros_like(x)
@@ -241,6 +247,8 @@ def test_own_forward(name: str) -> None:
     """Losses and gradients of a forward without logits are those of its logits.
 
     A model that scales or caps what its head says is noticed, and runs as it is from then on.
+
+    Proves: own forward (exact), against logits of a whole forward.
     """
     model = built(name)
     adapter = find_adapter(model)
@@ -275,6 +283,8 @@ def test_logits_changed_in_place(name: str) -> None:
     """Scaled in place by a hook at some positions: losses and gradients are of what is left.
 
     In a forward of our own, whose one position is not scaled, and below an observed one.
+
+    Proves: logits changed in place (exact), against the logits as they were left.
     """
     model = built(name)
     adapter = find_adapter(model)
@@ -297,7 +307,10 @@ def test_logits_changed_in_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama"])
 def test_scores_of_another_forward(name: str) -> None:
-    """Label values refuse logits of another forward, by its graph; without one by the losses."""
+    """Label values refuse logits of another forward, by its graph; without one by the losses.
+
+    Proves: scores of another forward (exact), against a refusal.
+    """
     model = built(name).train()
     config = ScorerConfig(estimator="label", layers=2, uncovered="skip")
     scorer = Scorer(model, VALIDATION, None, config)
@@ -312,7 +325,10 @@ def test_scores_of_another_forward(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama"])
 def test_losses_that_autocast_rounded(name: str) -> None:
-    """Label values over all parameters take losses that autocast rounded in the observed pass."""
+    """Label values over all parameters take losses that autocast rounded in the observed pass.
+
+    Proves: losses that autocast rounded (exact), against a refusal.
+    """
     model = built(name).float().eval()
     options = {"parameters": "all", "derivative": "forward_mode", "layers": "all"}
     scorer = Scorer(model, VALIDATION, None, ScorerConfig(estimator="label", **options))
@@ -381,7 +397,11 @@ def values_in_float64(parameters: str) -> Tensor:
     ],
 )
 def test_losses_that_16_bits_rounded_somewhere(kind: str, parameters: str, graph: bool) -> None:
-    """They may differ as 16 bits do, and their values from those in float64; no more than that."""
+    """They may differ as 16 bits do, and their values from those in float64; no more than that.
+
+    Proves: losses that 16 bits rounded somewhere (approximate), against ``label_values``,
+    ``validation_gradient``.
+    """
     model, wanted = mixed(kind), values_in_float64(parameters)
     options = {"derivative": "forward_mode", "layers": "all", "parameters": parameters}
     config = ScorerConfig(estimator="label", uncovered="skip", **options)
@@ -433,7 +453,10 @@ def test_heads_that_somebody_else_has_a_hand_in_are_left_alone() -> None:
 
 @pytest.mark.parametrize("name", ["llama"])
 def test_losses_asked_twice(name: str) -> None:
-    """The same tokens asked about twice are one tensor; other tokens or other places are not."""
+    """The same tokens asked about twice are one tensor; other tokens or other places are not.
+
+    Proves: losses asked twice (exact), against cross-entropy of the logits.
+    """
     logits, use = observed(built(name))
     assert use is not None
     positions, tokens = torch.tensor([3, 5]), torch.tensor([1, 2])
@@ -487,6 +510,8 @@ def test_observed_label_values(name: str, parameters: str) -> None:
 
     Where the logits are the head's own, no product with the vocabulary is formed for them; a model
     that caps its logits gives the same values without the shared error.
+
+    Proves: eq. grad_alignment (exact), against ``label_values``.
     """
     model = built(name).train()
     adapter = find_adapter(model)
@@ -512,6 +537,8 @@ def test_tangents_at_other_hidden_states(name: str) -> None:
     """A call of the head on other hidden states says nothing of a dual forward.
 
     Here the call is one of the same tokens after the norm below the head was stretched.
+
+    Proves: tangents at other hidden states (exact), against ``label_values``.
     """
     model = built(name)
     adapter, batch = find_adapter(model), read_batch(BATCH)

@@ -234,7 +234,11 @@ SHARES = {"pattern": st.sampled_from([LAST, (FULL, LINEAR, LINEAR)]), "layers": 
 @example(HybridCase("olmo_hybrid", LAST, (2,), train=("prrrrrr",)))
 @budget(0.2, least=2)
 def test_direct_is_the_diagonal_of_a_hybrid(case: HybridCase) -> None:
-    """direct = diag(Psi), and path = its column sums, through every scored linear of a hybrid."""
+    """direct = diag(Psi), and path = its column sums, through every scored linear of a hybrid.
+
+    Proves: direct is the diagonal of a hybrid (exact), against ``exact_influence``, ``diagonal``,
+    ``column_sums``.
+    """
     truth, model = Truth(case), case.build().train()
     exact = truth.influence()
     scale = truth.scale(exact)
@@ -257,6 +261,9 @@ def test_propagation_is_exact_for_the_value_rows(case: HybridCase) -> None:
     Its window spans the row. Queries, keys and gates have rows of their own, whose off-diagonal
     Psi it leaves out; what the gate of the output and the output projection pass to other
     positions is zero.
+
+    Proves: propagation is exact for the value rows (exact), against ``exact_influence``,
+    ``causal``.
     """
     truth, model = Truth(case), case.build()
     assert case.layers == (2,)
@@ -290,7 +297,10 @@ def test_propagation_is_exact_for_the_value_rows(case: HybridCase) -> None:
     ],
 )
 def test_the_certificate_of_a_hybrid(family: str, estimator: str) -> None:
-    """``Scorer.verify`` rebuilds every value of a hybrid from autograd alone, and agrees."""
+    """``Scorer.verify`` rebuilds every value of a hybrid from autograd alone, and agrees.
+
+    Proves: the certificate of a hybrid (exact), against every value from autograd alone.
+    """
     case = HybridCase(family, LAST, (1, 2), ratio=3, seed=4)
     model = case.build()
     scorer = case.scorer(model, estimator)
@@ -300,7 +310,10 @@ def test_the_certificate_of_a_hybrid(family: str, estimator: str) -> None:
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_one_forward_of_a_hybrid_serves_both(family: str) -> None:
-    """Logits and training gradients under observation are the plain model's, bit for bit."""
+    """Logits and training gradients under observation are the plain model's, bit for bit.
+
+    Proves: one forward of a hybrid serves both (exact), against the plain model, bit by bit.
+    """
     case = HybridCase(family, layers=(1, 2), seed=2)
     inputs = {k: v for k, v in case.batch.items() if k != "labels"}
     plain = case.build()
@@ -324,7 +337,10 @@ def test_one_forward_of_a_hybrid_serves_both(family: str) -> None:
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_overrides_of_delta_nets_leave_nothing_behind(family: str) -> None:
-    """Names, hooks and outputs are what they were, whatever the order of leaving, or an error."""
+    """Names, hooks and outputs are what they were, whatever the order of leaving, or an error.
+
+    Proves: overrides of delta nets leave nothing behind (exact), against the modeling file before.
+    """
     models = [HybridCase(family, seed=seed).build() for seed in (1, 2)]
     adapters = [find_adapter(model) for model in models]
     batch = {"input_ids": torch.arange(1, 7).view(1, 6)}
@@ -348,7 +364,10 @@ def test_overrides_of_delta_nets_leave_nothing_behind(family: str) -> None:
 
 
 def test_a_cached_pass_is_refused() -> None:
-    """A state to begin with, held by the model itself, belongs to positions that did not run."""
+    """A state to begin with, held by the model itself, belongs to positions that did not run.
+
+    Proves: a cached pass is refused (exact), against traps.
+    """
     case = HybridCase(pattern=(FULL, LINEAR, LINEAR), layers=(1, 2))
     model: Any = case.build()
     scorer = case.scorer(model, "alphatoken")
@@ -371,7 +390,10 @@ def test_a_cached_pass_is_refused() -> None:
 
 @pytest.mark.parametrize("stop", [3, 5])
 def test_a_state_to_begin_with_is_told(stop: int) -> None:
-    """Every call of a rule says whether it goes on from the state of a cache."""
+    """Every call of a rule says whether it goes on from the state of a cache.
+
+    Proves: a state to begin with is told (exact), against a pass without a cache.
+    """
     case = HybridCase(pattern=(FULL, LINEAR, LINEAR))
     model: Any = case.build()
     adapter: Any = find_adapter(model)
@@ -427,7 +449,10 @@ def test_a_rule_is_told_whether_its_kernel_normalises(normalised: bool) -> None:
 
 @pytest.mark.parametrize("train", [("pr",), ("prrr", "prr.")])
 def test_a_cache_that_begins_changes_no_value(train: Rows) -> None:
-    """A forward that fills an empty cache pads short rows before the convolution."""
+    """A forward that fills an empty cache pads short rows before the convolution.
+
+    Proves: a cache that begins changes no value (exact), against a pass without a cache.
+    """
     case = HybridCase(pattern=(FULL, LINEAR, LINEAR), layers=(1, 2), taps=4, train=train)
     model: Any = case.build()
     scorer = case.scorer(model, "alphatoken")

@@ -92,7 +92,11 @@ def dense(setup: Setup, model: ReferenceDecoder, factors: InfluenceFactors) -> d
 @budget(0.2)
 def test_influence_direction_is_the_dense_solve(setup: Setup, damping: float, samples: int) -> None:
     """M = (K + mu)^-1 (G + lambda V), K the Fisher of the mean token loss in the factors'
-    eigenvectors, mu the given share of its mean eigenvalue in the same linear."""
+    eigenvectors, mu the given share of its mean eigenvalue in the same linear.
+
+    Proves: influence direction is the dense solve (exact), against ``corrected_fisher``,
+    ``damped_solve``.
+    """
     model = setup.case.model()
     factors = fitted(setup, model, samples)
     options = {"preconditioner": "kronecker", "damping": damping, "influence": factors}
@@ -116,7 +120,11 @@ def test_influence_direction_is_the_dense_solve(setup: Setup, damping: float, sa
 @example(TURNED, 0)
 @budget(0.1)
 def test_eigenvectors_are_those_of_the_factors(setup: Setup, seed: int) -> None:
-    """Orthonormal, and S_F and A_F are diagonal in them."""
+    """Orthonormal, and S_F and A_F are diagonal in them.
+
+    Proves: eigenvectors are those of the factors (exact), against the factors in their
+    eigenvectors.
+    """
     model, rows = setup.case.model(), training_rows(setup)
     options: dict[str, Any] = {"samples": 3, "layers": setup.layers, "seed": seed}
     found = fit_influence(model, rows, **options)
@@ -133,7 +141,10 @@ def test_eigenvectors_are_those_of_the_factors(setup: Setup, seed: int) -> None:
 @example(SQUARE)
 @budget(0.1)
 def test_identity_factors_and_large_damping(setup: Setup) -> None:
-    """K = 1 gives G (over 1 + mu); mu to infinity gives G over mu."""
+    """K = 1 gives G (over 1 + mu); mu to infinity gives G over mu.
+
+    Proves: identity factors and large damping (exact), against G itself.
+    """
     model = setup.case.model()
     plain = make_scorer(setup, "path", model=model).direction
     fit = fitted(setup, model)
@@ -159,7 +170,11 @@ def test_identity_factors_and_large_damping(setup: Setup) -> None:
 @example(SQUARE, "alphatoken")
 @budget(0.2)
 def test_values_along_influence_directions(setup: Setup, estimator: str) -> None:
-    """Every estimator contracts both sides of M as a retention term that is M entry by entry."""
+    """Every estimator contracts both sides of M as a retention term that is M entry by entry.
+
+    Proves: values along influence directions (exact), against ``exact_influence``, a retention term
+    that is M.
+    """
     model, batch = setup.case.model(), setup.case.batch
     options = {"preconditioner": "kronecker", "influence": fitted(setup, model)}
     scorer = make_scorer(setup, estimator, model=model, **options)
@@ -180,7 +195,10 @@ def test_values_along_influence_directions(setup: Setup, estimator: str) -> None
 
 
 def test_influence_of_reduced_gradients() -> None:
-    """Under DDP: each process has the factors, and G is reduced before K is solved."""
+    """Under DDP: each process has the factors, and G is reduced before K is solved.
+
+    Proves: influence of reduced gradients (exact), against one process with all batches.
+    """
     model, data = SQUARE.case.model(), SQUARE.case.validation
     factors = fitted(SQUARE, model)
     assert all(

@@ -74,7 +74,10 @@ FLASH = [name for name in BY_NAME if name not in ("qwen3_5",)]
 @pytest.mark.parametrize("how", PACKING)
 @pytest.mark.parametrize("name", FLASH)
 def test_a_flash_call_is_what_the_model_computes(name: str, how: str, seed: int) -> None:
-    """Attention written out from the call alone is the kernel's output, packed and padded."""
+    """Attention written out from the call alone is the kernel's output, packed and padded.
+
+    Proves: a flash call is what the model computes (exact), against explicit attention.
+    """
     model = BY_NAME[name].build(seed, implementation="flash")
     adapter, batch = find_adapter(model), packed_batch(how, seed)
     calls: list[tuple[AttentionCall, Tensor]] = []
@@ -115,7 +118,10 @@ ON_FLASH += [
 def test_flash_values_are_eager_ones(
     name: str, how: str, estimator: str, dtype: torch.dtype, seed: int
 ) -> None:
-    """Values on flash kernels are those on eager attention, as far as the arithmetic goes."""
+    """Values on flash kernels are those on eager attention, as far as the arithmetic goes.
+
+    Proves: flash values are eager ones (exact), against values on eager attention.
+    """
     batch = packed_batch(how, seed)
     plain = {k: v for k, v in batch.items() if not k.startswith(("cu_seq", "max_length"))}
     found = values_of(name, "flash", batch, dtype, estimator).double()

@@ -75,7 +75,10 @@ def _label_over(
 @example(Setup(make_case(("pprrr",), (("pprr",),), hidden_mixer=True), "all"))
 @budget(0.25)
 def test_label_is_the_row_sums(setup: Setup) -> None:
-    """label = row sums of Psi; nothing is unassigned."""
+    """label = row sums of Psi; nothing is unassigned.
+
+    Proves: label is the row sums (exact), against ``row_sums``, ``exact_influence``.
+    """
     values = quiet_score(make_scorer(setup, "label"), setup.case.batch)
     compare_values(values, setup, readout(setup, influence.row_sums), None, name="label")
     assert not bool(values.unassigned.any())
@@ -84,7 +87,10 @@ def test_label_is_the_row_sums(setup: Setup) -> None:
 @given(setups(), sampled_from([2.0**80, 2.0**-80]))
 @budget(0.05)
 def test_label_is_linear_in_m(setup: Setup, factor: float) -> None:
-    """label along ``factor * M``, a power of two far from 1: ``factor`` times those along M."""
+    """label along ``factor * M``, a power of two far from 1: ``factor`` times those along M.
+
+    Proves: label is linear in m (exact), against values along M.
+    """
     model = setup.case.model()
     scorer = make_scorer(setup, "label", model=model)
     m = scorer.direction.total()
@@ -101,7 +107,11 @@ def test_label_is_linear_in_m(setup: Setup, factor: float) -> None:
 @example(Setup(PADDED))
 @budget(0.15)
 def test_label_over_all_parameters(setup: Setup) -> None:
-    """parameters="all": <grad l_k, M> over embeddings, norms, head, sinks and tied weights too."""
+    """parameters="all": <grad l_k, M> over embeddings, norms, head, sinks and tied weights too.
+
+    Proves: eq. grad_alignment (exact), against ``label_values``, ``per_token_gradients``,
+    ``response_tokens``.
+    """
     model = setup.case.model()
     everything = dict(model.named_parameters())
     _label_over(setup, model, "all", everything)
@@ -112,7 +122,11 @@ def test_label_over_all_parameters(setup: Setup) -> None:
 @example(Setup(SHARED), "layers.[12].mlp_norm.*")
 @budget(0.15)
 def test_label_over_named_parameters(setup: Setup, parameters: str) -> None:
-    """parameters="linears,*norm*": <grad l_k, M> over what the names choose; observed as well."""
+    """parameters="linears,*norm*": <grad l_k, M> over what the names choose; observed as well.
+
+    Proves: eq. grad_alignment (exact), against ``label_values``, ``per_token_gradients``,
+    ``response_tokens``.
+    """
     model = setup.case.model()
     parts = [_part(setup, model, text.strip()) for text in parameters.split(",")]
     if not all(parts):  # a decoder of one layer has no layers.1

@@ -123,7 +123,10 @@ NORMALIZATIONS = st.sampled_from(["response", "kept", "sum"])
 
 @given(loss_cases())
 def test_token_losses(case: LossCase) -> None:
-    """Index i holds -log pi(z_i | z_<i); logits and both layouts of log-probabilities agree."""
+    """Index i holds -log pi(z_i | z_<i); logits and both layouts of log-probabilities agree.
+
+    Proves: token losses (exact), against loops.
+    """
     logits, labels = case.logits(), case.labels()
     expected = loop_losses(logits, labels)
     found = batch.token_losses(logits, labels)
@@ -135,7 +138,10 @@ def test_token_losses(case: LossCase) -> None:
 
 @given(loss_cases(), st.sampled_from([1, 8, 2**22]))
 def test_gradient_and_tangent_of_token_losses(case: LossCase, workspace: int) -> None:
-    """In blocks of any size: gradient and tangent are those of plain loops."""
+    """In blocks of any size: gradient and tangent are those of plain loops.
+
+    Proves: gradient and tangent of token losses (exact), against autograd through loops.
+    """
     logits, labels = case.logits(), case.labels()
     weights, along = case.numbers(*labels.shape, salt=6), case.numbers(*logits.shape, salt=7)
     expected = (loop_losses(logits, labels) * weights).sum()
@@ -162,7 +168,10 @@ def test_logits_of_other_positions_than_the_labels_are_refused() -> None:
 
 @given(loss_cases(), NORMALIZATIONS)
 def test_sft_loss(case: LossCase, normalization: str) -> None:
-    """Sum of kept losses over the normaliser, and its gradient: only kept tokens push."""
+    """Sum of kept losses over the normaliser, and its gradient: only kept tokens push.
+
+    Proves: eq. sft_masked_loss (exact), against loops.
+    """
     logits, labels, keep = case.logits(), case.labels(), case.keep()
     found = losses.masked_sft_loss(logits, labels, keep, normalization=normalization)
     each = loop_losses(logits, labels)
@@ -178,7 +187,10 @@ def test_sft_loss(case: LossCase, normalization: str) -> None:
 
 @given(loss_cases())
 def test_full_mask_is_cross_entropy(case: LossCase) -> None:
-    """keep = mask under "response": transformers' own loss."""
+    """keep = mask under "response": transformers' own loss.
+
+    Proves: full mask is cross entropy (exact), against transformers' loss.
+    """
     logits, labels = case.logits(), case.labels()
     found = losses.masked_sft_loss(logits, labels, labels != -100)
     expected = torch.nn.functional.cross_entropy(
@@ -189,7 +201,10 @@ def test_full_mask_is_cross_entropy(case: LossCase) -> None:
 
 @given(pair_cases())
 def test_unmasked_dpo_gradient(case: PairCase) -> None:
-    """All masks 1: exactly the gradient of mean -log sigma(s)."""
+    """All masks 1: exactly the gradient of mean -log sigma(s).
+
+    Proves: unmasked dpo gradient (exact), against ``dpo_loss``.
+    """
     logits = case.logits()
     whole = tuple(torch.ones_like(m) for m in masks_of(case))
     expected = torch.autograd.grad(preference.dpo_loss(*logits, case.pairs(), case.beta), logits)
@@ -200,7 +215,10 @@ def test_unmasked_dpo_gradient(case: PairCase) -> None:
 
 @given(pair_cases())
 def test_masked_dpo_gradient(case: PairCase) -> None:
-    """omega from the unmasked logit, + on kept chosen, - on kept rejected, mean over pairs."""
+    """omega from the unmasked logit, + on kept chosen, - on kept rejected, mean over pairs.
+
+    Proves: eq. dpo_masked_loss (exact), against ``dpo_token_errors``.
+    """
     logits, keep, pairs = case.logits(), masks_of(case), case.pairs()
     errors = preference.dpo_token_errors(*logits, pairs, case.beta)
     found = torch.autograd.grad(surrogate(case, logits, keep), logits)
@@ -215,7 +233,10 @@ def test_masked_dpo_gradient(case: PairCase) -> None:
 @given(pair_cases())
 @budget(0.5)
 def test_masked_logit_is_the_ablation(case: PairCase) -> None:
-    """Omega of the kept tokens' log-ratios, detached, by the oracle."""
+    """Omega of the kept tokens' log-ratios, detached, by the oracle.
+
+    Proves: masked logit is the ablation (exact), against ``masked_dpo_omega``.
+    """
     logits, reference, pairs = case.logits(), case.reference_logits(), case.pairs()
     keep, labels = masks_of(case), (pairs.chosen["labels"], pairs.rejected["labels"])
     log_p = [-batch.token_losses(x, y) for x, y in zip(logits, labels, strict=True)]
@@ -229,7 +250,10 @@ def test_masked_logit_is_the_ablation(case: PairCase) -> None:
 @given(pair_cases())
 @budget(0.5)
 def test_masked_logit_at_the_reference(case: PairCase) -> None:
-    """masked_logit with policy = reference: omega is beta / 2 for any mask and any lengths."""
+    """masked_logit with policy = reference: omega is beta / 2 for any mask and any lengths.
+
+    Proves: masked logit at the reference (exact), against ``masked_dpo_omega``.
+    """
     logits, pairs, keep = case.logits(), case.pairs(), masks_of(case)
     half = torch.full((case.chosen.rows,), case.beta / 2, dtype=torch.float64)
     assert torch.equal(preference.masked_dpo_omega(logits, logits, pairs, keep, case.beta), half)
@@ -242,7 +266,10 @@ def test_masked_logit_at_the_reference(case: PairCase) -> None:
 @given(pair_cases())
 @budget(0.5)
 def test_dpo_coefficient(case: PairCase) -> None:
-    """omega = beta sigma(-s), detached, by the oracle."""
+    """omega = beta sigma(-s), detached, by the oracle.
+
+    Proves: eq. dpo_masked_loss (exact), against ``dpo_omega``, ``dpo_margin``.
+    """
     logits, pairs = case.logits(), case.pairs()
     margin = preference.dpo_margin(*logits, pairs, case.beta)
     each = [

@@ -14,15 +14,7 @@ from alphatoken.select import masks as selection
 from tests.places import nightly
 from tests.property import generate_docs
 from tests.property.catalogue import BY_NAME, CLAIMS, LISTED, MUTANTS, OF_LAB, ROOMS
-from tests.property.claims import EQUATIONS, KINDS, ROWS
-from tests.property.mutation import (
-    Edit,
-    Mutant,
-    applied,
-    claim,
-    function_of,
-    hunt,
-)
+from tests.property.mutation import Edit, Mutant, applied, claim, function_of, hunt, row
 from tests.property.sources import source_of
 
 SENTENCES = """
@@ -85,7 +77,7 @@ def test_every_mutant_of_the_list_is_there() -> None:
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names)
     assert all(name == name.lower() and " " not in name for name in names)
-    sentences = {mutant.sentence for mutant in MUTANTS if not mutant.listed}
+    sentences = {mutant.sentence for mutant in MUTANTS if mutant not in LISTED}
     assert not sentences & wanted
 
 
@@ -109,7 +101,7 @@ def test_a_function_is_the_mutant_inside_and_itself_again_afterwards() -> None:
     before = [_state(edit) for edit in edits]
 
     def inside() -> None:
-        with applied(Mutant("six", "", edits, (), listed=False)) as calls:
+        with applied(row("six", (), "", *edits)) as calls:
             assert all(_state(e)[0] != one[0] for e, one in zip(edits, before, strict=True))
             frozen = function_of(FROZEN)
             assert frozen.__kwdefaults__ == {"floor": 3}
@@ -131,7 +123,7 @@ def _state(edit: Edit) -> tuple[object, ...]:
 def test_a_mutant_whose_text_is_gone_is_an_error() -> None:
     """When the library changes, its mutants must follow; none turns into a no-op."""
     edit = Edit("select.masks.keep_count", "no such text", "x")
-    with pytest.raises(LookupError, match="must follow"), applied(Mutant("m", "", (edit,), ())):
+    with pytest.raises(LookupError, match="must follow"), applied(row("m", (), "", edit)):
         pass
     with pytest.raises(LookupError, match="must follow"):
         source_of("select.masks.no_such_function")
@@ -173,7 +165,7 @@ def test_a_failure_that_is_not_the_propertys_own_is_no_kill(name: str) -> None:
     one, words, error, said = NO_KILLS[name]
     edit = Edit("select.masks.keep_count", *words)
     with pytest.raises(error, match=said or None):
-        hunt(Mutant("no kill", "", (edit,), ()), one)
+        hunt(row("no kill", (), "", edit), one)
     assert selection.keep_count(0.5, 10) == 5
 
 
@@ -185,35 +177,29 @@ def test_the_kill_matrix_lists_exactly_the_mutants() -> None:
     found = json.loads(generate_docs.KILLS.read_text(encoding="utf-8"))
     claims = {mutant.name: [one.name for one in mutant.claims] for mutant in MUTANTS}
     assert {n: [name for name, _ in kills["killed_by"]] for n, kills in found.items()} == claims
-    page = generate_docs.kills_text()
+    page = generate_docs.page().partition("\n## Mutants\n")[2]
     rows = re.findall(r"^\| `([\w-]+)` \| .*::.* \| [^|]+ \|$", page, re.MULTILINE)
     assert rows == [mutant.name for mutant in MUTANTS]
 
 
-def test_every_property_has_one_row_of_the_table() -> None:
-    """And every row is a property; what mutants are killed by is in the table."""
-    named = [row.name for row in ROWS]
-    assert len(set(named)) == len(named)
-    known = generate_docs.properties()
-    assert not set(named) - set(known)
-    assert {one.name.partition("::")[2] for one in CLAIMS} <= set(named)
-    assert {row.kind for row in ROWS} == set(KINDS)
-    assert all(row.oracles for row in ROWS)
+def test_what_a_mutant_is_killed_by_says_what_it_proves() -> None:
+    """Every test that a mutant names has a ``Proves:`` line, and no line is written otherwise."""
+    proved = generate_docs.claims()
+    assert {one.name.partition("::")[2] for one in CLAIMS} <= set(proved)
+    assert {one.kind for one in proved.values()} == set(generate_docs.KINDS)
 
 
 def test_every_equation_has_its_proof_or_is_said_to_have_none() -> None:
     """All of the paper's; and what documents and docstrings cite is one of them."""
-    rows = {row.name: row for row in ROWS}
-    proved = {label: by for label, by in EQUATIONS.items() if not isinstance(by, str)}
-    assert all(by and set(by) <= set(rows) for by in proved.values())
-    labels = {label for row in ROWS for label in row.labels}
-    assert labels & set(EQUATIONS) == set(proved)
-    assert {label for label in labels if "_" in label} <= set(proved)
-    page = generate_docs.claims_text()
-    for label in set(EQUATIONS) - labels:
+    equations, without = generate_docs.EQUATIONS, generate_docs.NOT_PROVED
+    labels = {label for one in generate_docs.claims().values() for label in one.labels}
+    assert labels == set(equations) - set(without)
+    assert set(without) < set(equations)
+    page = generate_docs.page()
+    for label in without:
         assert f"| `{label}` | not proved: " in page
     assert generate_docs.cited()
-    assert not generate_docs.cited() - set(EQUATIONS)
+    assert not generate_docs.cited() - set(equations)
 
 
 PARTS_OF_ORACLES = """
@@ -229,15 +215,16 @@ taylor_remainder third_derivative_along adam_direction
 """What oracles and the certificate are put together from."""
 
 
-def test_every_oracle_is_in_the_table_and_in_its_properties() -> None:
-    """Each oracle has a row; and what a row's property stands on names its oracles."""
-    named = {one for row in ROWS for one in row.oracles if not one.startswith("(")}
+def test_every_oracle_is_named_by_a_test_that_stands_on_it() -> None:
+    """Each oracle proves something; and what a test stands on names its oracles."""
+    proved = generate_docs.claims()
+    named = {name for one in proved.values() for name in one.oracles}
     rooms = [import_module(f"alphatoken.oracle.{m.name}") for m in iter_modules(oracle.__path__)]
     every = {one for room in rooms for one in room.__all__ if not one[0].isupper()}  # no types
     assert every - named == set(PARTS_OF_ORACLES.split())
     assert named <= every
     known = generate_docs.properties()
-    for row in ROWS:
-        text = generate_docs.used_by(known[row.name][0])
-        missing = {o for o in row.oracles if o[0] != "(" and not re.search(rf"\b{o}\b", text)}
-        assert not missing - {"sgd_step"}, f"{row.name} never calls {sorted(missing)}"
+    for name, one in proved.items():
+        text = generate_docs.used_by(known[name][0])
+        missing = {o for o in one.oracles if not re.search(rf"\b{o}\b", text)}
+        assert not missing - {"sgd_step"}, f"{name} never calls {sorted(missing)}"

@@ -159,7 +159,11 @@ SPLIT = ("alphatoken", "direct", "paper_literal")
 @example(SETUP, ("alphatoken", "stability", "causal"))
 @budget(1.0)
 def test_objective_and_part(setup: Setup, choice: tuple[str, str, str]) -> None:
-    """The chosen components are the oracle's, the others zero, the total is the chosen ones'."""
+    """The chosen components are the oracle's, the others zero, the total is the chosen ones'.
+
+    Proves: eqs. phi_proxy, phi_total, decomposition (exact), against ``exact_influence``,
+    ``value_propagation``.
+    """
     estimator, objective, part = choice
     direct = readout(setup, influence.diagonal)
     causal: Sides | None = propagated(setup, window=None)
@@ -205,6 +209,8 @@ def test_full_values_are_the_steps_derivative(
 
     Token by token, by the oracle's derivative of Adam's step in one token's weight; ``given``: the
     step's loss has weights of its own, else it is the mean over response tokens.
+
+    Proves: full values are the steps derivative (exact), against ``adam_step_derivative``.
     """
     model, optimizer = stepped(setup, steps, kind)
     scorer = full_scorer(setup, model, optimizer, "label", parameters=parameters)
@@ -236,7 +242,11 @@ def test_full_values_are_the_steps_derivative(
 def test_full_scales_the_direction_of_captured_estimators(
     setup: Setup, steps: int, given: bool
 ) -> None:
-    """path along P o G and P o V, P the oracle's; the same values under score and observe."""
+    """path along P o G and P o V, P the oracle's; the same values under score and observe.
+
+    Proves: full scales the direction of captured estimators (exact), against
+    ``adam_preconditioner``, ``exact_influence``.
+    """
     model, optimizer = stepped(setup, steps, "AdamW")
     adapter = ReferenceAdapter(model)
     parameters = parameters_of(setup, adapter)
@@ -292,6 +302,8 @@ def test_total_alone(setup: Setup, how: tuple[str, str]) -> None:
     """One contraction with M gives the total of two.
 
     ``how``: estimator, and kind of preconditioner.
+
+    Proves: total alone (exact), against values with parts.
     """
     estimator, kind = how
     scorer, model = _two_sided(setup, estimator, kind)
@@ -324,6 +336,8 @@ def test_errors_streamed_are_the_errors_kept(setup: Setup, cut: bool) -> None:
     """Contracting inside the backward gives the bits of contracting errors that were kept.
 
     With ``cut`` the last block's input is detached: no error of it passes a linear below.
+
+    Proves: errors streamed are the errors kept (exact), against errors kept, bit by bit.
     """
     setup = replace(setup, layers="all") if cut else setup
     batch = read_batch(setup.case.batch)
@@ -354,7 +368,10 @@ def test_errors_streamed_are_the_errors_kept(setup: Setup, cut: bool) -> None:
 @given(setups(), st.sampled_from(EVERY))
 @budget(0.2)
 def test_replaced_sides_equal_a_fresh_scorer(setup: Setup, estimator: str) -> None:
-    """set_validation, set_retention: the values of a scorer made that way."""
+    """set_validation, set_retention: the values of a scorer made that way.
+
+    Proves: replaced sides equal a fresh scorer (exact), against a fresh scorer.
+    """
     model = setup.case.model()
     batch, validation = setup.case.batch, setup.case.validation
     scorer = make_scorer(setup, estimator, model=model)
@@ -371,7 +388,10 @@ def test_replaced_sides_equal_a_fresh_scorer(setup: Setup, estimator: str) -> No
 @given(setups(), st.sampled_from(EVERY))
 @budget(0.1)
 def test_pinned_direction(setup: Setup, estimator: str) -> None:
-    """A pinned version keeps G and V whatever the weights do; another one builds them anew."""
+    """A pinned version keeps G and V whatever the weights do; another one builds them anew.
+
+    Proves: pinned direction (exact), against a scorer at the pinned weights.
+    """
     model = setup.case.model()
     scorer = make_scorer(setup, estimator, model=model)
     scorer.pin("first")
@@ -400,7 +420,10 @@ def test_pinned_direction(setup: Setup, estimator: str) -> None:
 @given(setups(), st.sampled_from(EVERY))
 @budget(0.2)
 def test_reduced_gradient(setup: Setup, estimator: str) -> None:
-    """Sums and counts of two processes, added up by ``reduce``, are one with all batches."""
+    """Sums and counts of two processes, added up by ``reduce``, are one with all batches.
+
+    Proves: reduced gradient (exact), against one process with all batches.
+    """
     model = setup.case.model()
     batch, validation = setup.case.batch, setup.case.validation
     data = [*validation, batch]
@@ -436,7 +459,10 @@ def test_reduced_gradient(setup: Setup, estimator: str) -> None:
 @example(Setup(make_case(("pprrr",), (("pprr",),), layers=3, repeated_block=True), 1))
 @budget(0.2)
 def test_label_starts_at_the_observed_hidden_states(setup: Setup) -> None:
-    """The trunk is not run again, and the values are those of a pass of its own."""
+    """The trunk is not run again, and the values are those of a pass of its own.
+
+    Proves: label starts at the observed hidden states (exact), against a pass of its own.
+    """
     model = setup.case.model()
     batch = setup.case.batch
     scorer = make_scorer(setup, "label", model=model)

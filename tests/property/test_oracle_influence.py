@@ -215,6 +215,9 @@ def total_loss(case: Case) -> Tensor:
 def test_token_losses_are_cross_entropies_at_the_index_of_the_predicted_token(
     seed: int, length: int, hidden: list[bool]
 ) -> None:
+    """Proves: token losses are cross entropies at the index of the predicted token (exact),
+    against ``token_losses``.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, length, VOCABULARY, generator=generator, dtype=torch.float64)
     ids = torch.randint(VOCABULARY, (2, length), generator=generator)
@@ -239,7 +242,10 @@ def test_losses_refuse_logits_that_were_already_shifted() -> None:
 @settings(deadline=None)
 @given(case=cases)
 def test_label_values_are_directional_derivatives_of_each_loss(case: Case) -> None:
-    """Autograd against a central difference of every token's loss along M."""
+    """Autograd against a central difference of every token's loss along M.
+
+    Proves: eq. grad_alignment (exact), against ``label_values``, finite differences.
+    """
     values = gradients.label_values(case.model, case.model, case.batch, case.direction)
     parameters = dict(case.model.named_parameters(remove_duplicate=False))
     step = 1e-5
@@ -282,7 +288,11 @@ def test_validation_gradient_is_that_of_the_mean_over_all_batches() -> None:
 @example(case=make_case(Structure(layers=2, heads=4, groups=2, twice=True, tied=True), length=4))
 @example(case=make_case(Structure(layers=2, heads=4, shared_weight=True, bias=True), length=4))
 def test_the_four_readouts_are_what_their_names_say(case: Case) -> None:
-    """Row sum: per-token gradient. Column sum: one ordinary backward. All: <grad L, M>."""
+    """Row sum: per-token gradient. Column sum: one ordinary backward. All: <grad L, M>.
+
+    Proves: the four readouts are what their names say (exact), against ``row_sums``,
+    ``column_sums``, ``diagonal``, ``causal``.
+    """
     result = case.influence()
     psi, scale = result.matrix, result.absolute_scale
     labels = case.batch["labels"]
@@ -340,7 +350,11 @@ def ordinary_backward(case: Case) -> Tensor:
 @settings(deadline=None)
 @given(case=cases)
 def test_every_entry_is_the_effect_of_moving_one_use(case: Case) -> None:
-    """Finite differences of Psi itself: W moves by M only where it is used at position t."""
+    """Finite differences of Psi itself: W moves by M only where it is used at position t.
+
+    Proves: every entry is the effect of moving one use (exact), against ``exact_influence``, finite
+    differences.
+    """
     result = case.influence()
     labels = case.batch["labels"]
     named = dict(case.model.named_parameters(remove_duplicate=False))
@@ -371,13 +385,18 @@ def test_every_entry_is_the_effect_of_moving_one_use(case: Case) -> None:
 
 
 def test_token_index_is_one_past_the_label_position() -> None:
+    """Proves: token index is one past the label position (exact), against ``to_token_index``."""
     values = torch.arange(1.0, 9.0).reshape(2, 4)
     shifted = influence.to_token_index(values)
     assert torch.equal(shifted, torch.tensor([[0.0, 1, 2, 3], [0, 5, 6, 7]]))
 
 
 def test_gap_1_the_total_needs_the_prompt_positions() -> None:
-    """Summing columns over the response alone misses what passes through the prompt."""
+    """Summing columns over the response alone misses what passes through the prompt.
+
+    Proves: gap 1 the total needs the prompt positions (exact), against ``unassigned``,
+    ``label_values``.
+    """
     case = make_case(Structure(), length=6, labelled=(False,) * 3 + (True,) * 3)
     result = case.influence()
     columns = influence.column_sums(result.matrix)
@@ -393,6 +412,7 @@ def test_gap_1_the_total_needs_the_prompt_positions() -> None:
 
 
 def test_terms_and_scale_agree_with_the_matrix() -> None:
+    """Proves: terms and scale agree with the matrix (exact), against ``exact_influence``."""
     case = make_case(Structure(bias=True), length=4)
     exact = case.influence()
     psi, scale = exact.matrix, exact.absolute_scale
@@ -500,7 +520,11 @@ def recorded_layers(case: Case) -> list[propagation.PropagationLayer]:
 def test_what_propagation_misses_in_the_last_layer_is_known_exactly(
     structure: Structure, length: int
 ) -> None:
-    """K = 1, W = T: off-diagonal Psi minus Value-Propagation = the score path of W_K, per head."""
+    """K = 1, W = T: off-diagonal Psi minus Value-Propagation = the score path of W_K, per head.
+
+    Proves: eqs. app_score_path, app_score_residual (exact), against ``value_propagation_error``,
+    ``value_propagation_pairs``.
+    """
     # a scored weight that is also used in a lower layer, or as W_V, has other cross-position uses
     structure = replace(structure, shared_weight=False, tied=False)
     case = make_case(structure, last=1, length=length)
@@ -567,7 +591,10 @@ def test_head_mean_is_the_papers_scalar_alpha(groups: int) -> None:
 
 
 def test_the_equation_word_by_word_is_label_value_plus_propagation() -> None:
-    """It does not add up to <grad L, M>: the causal paths are in grad l_t already."""
+    """It does not add up to <grad L, M>: the causal paths are in grad l_t already.
+
+    Proves: eqs. causal_decomp, app_causal_decomp (approximate), against ``equation_causal_decomp``.
+    """
     case = make_case(Structure(layers=2), length=6, labelled=(False,) * 2 + (True,) * 4)
     layers = recorded_layers(case)
     values = propagation.equation_causal_decomp(
@@ -609,7 +636,10 @@ def test_one_hop_is_the_linear_term_in_the_cross_position_gradients(structure: S
 
 
 def test_the_papers_routing_does_not_add_up_to_the_gradient() -> None:
-    """sum_t "via t" gives the last layer nothing and lower layers too much, unlike grad l_k."""
+    """sum_t "via t" gives the last layer nothing and lower layers too much, unlike grad l_k.
+
+    Proves: eq. app_via_t (exact), against ``via_t``, ``label_values``.
+    """
     case = make_case(Structure(layers=3, heads=2, groups=1), length=3)
 
     def hidden() -> list[Tensor]:
@@ -634,7 +664,10 @@ def test_the_papers_routing_does_not_add_up_to_the_gradient() -> None:
 
 
 def test_the_papers_routing_counts_each_block_once_and_at_position_k() -> None:
-    """Two blocks, M on the embedding: sum_t "via t" = <grad l_k, M> + (dl_k/dh_k^1).(dh_k^1 M)."""
+    """Two blocks, M on the embedding: sum_t "via t" = <grad l_k, M> + (dl_k/dh_k^1).(dh_k^1 M).
+
+    Proves: eqs. app_causal_decomp, app_via_t (approximate), against ``via_t``.
+    """
     case = make_case(Structure(layers=2, heads=4, groups=2), length=5)
     model, embedding = case.model, case.model.embedding.weight
     m = torch.randn(

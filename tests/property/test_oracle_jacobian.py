@@ -102,6 +102,9 @@ def path_scale(parts: jacobian.CrossPositionJacobian) -> Tensor:
 @example(layer=make(blind=2, sinks=False))
 @example(layer=make(length=1))
 def test_closed_form_is_the_autograd_jacobian(layer: tuple[AttentionSpec, Tensor]) -> None:
+    """Proves: eqs. app_two_paths, app_score_path, app_exact_jacobian (exact), against
+    ``cross_position_jacobian``, ``jacobian_by_autograd``.
+    """
     spec, x = layer
     parts = jacobian.cross_position_jacobian(spec, x)
     by_autograd = jacobian.jacobian_by_autograd(spec, x)
@@ -111,7 +114,10 @@ def test_closed_form_is_the_autograd_jacobian(layer: tuple[AttentionSpec, Tensor
 
 
 def test_the_layer_is_the_textbook_one() -> None:
-    """Against torch's own attention, with grouped heads in its order, causal."""
+    """Against torch's own attention, with grouped heads in its order, causal.
+
+    Proves: the layer is the textbook one (exact), against ``attend``.
+    """
     spec, x = make(heads=4, groups=2, rotated=0)
     state = jacobian.attend(spec, x)
     q, k, v = (
@@ -130,6 +136,9 @@ def test_the_layer_is_the_textbook_one() -> None:
 @settings(deadline=None)
 @given(layer=layers)
 def test_residual_norm_is_exact_and_bounded(layer: tuple[AttentionSpec, Tensor]) -> None:
+    """Proves: eqs. app_score_residual, app_value_path_bound (exact), against
+    ``score_residual_norm``, ``value_path_bound``.
+    """
     spec, x = layer
     parts = jacobian.cross_position_jacobian(spec, x)
     residual = jacobian.jacobian_by_autograd(spec, x) - parts.value_path
@@ -205,6 +214,9 @@ def test_the_papers_bound_fails_under_scaled_rotary_and_key_norm() -> None:
 def test_both_bounds_hold_after_the_output_projection(
     layer: tuple[AttentionSpec, Tensor], seed: int
 ) -> None:
+    """Proves: eq. app_value_path_bound (exact), against ``residual_after_output``,
+    ``output_bounds``.
+    """
     spec, x = layer
     w_o = random(torch.Generator().manual_seed(seed), WIDTH, spec.heads * VALUE)
     parts = jacobian.cross_position_jacobian(spec, x)

@@ -108,6 +108,9 @@ def test_loss_and_gradient_are_those_of_minus_log_sigmoid(seed, shape, pad_left,
 @cases
 @example(seed=5, shape=0, pad_left=False, beta=1.0)
 def test_surrogate_with_all_masks_one_has_the_gradient_of_dpo(seed, shape, pad_left, beta):
+    """Proves: surrogate with all masks one has the gradient of dpo (exact), against
+    ``masked_dpo_gradient``, ``dpo_gradient``.
+    """
     model, forward, parameters, pairs, _ = setting(seed, shape, pad_left)
     full = dpo_gradient(model, forward, pairs, parameters, beta)
     surrogate = masked_dpo_gradient(model, forward, pairs, parameters, *keep_all(pairs), beta)

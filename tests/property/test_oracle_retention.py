@@ -109,6 +109,9 @@ def test_retention_gradient_is_the_mean_of_single_sequences(seed, pad_left, rows
 @budget(0.3)
 @given(seed=st.integers(0, 2**20))
 def test_hessian_and_third_derivative_agree_with_differences(seed):
+    """Proves: hessian and third derivative agree with differences (exact), against ``hessian``,
+    ``retention_loss``, ``retention_gradient``.
+    """
     model, forward, parameters = tiny(seed)
     scored = pick(parameters)
     batch = labelled([([0, 2], [1, 1]), ([1], [0, 2])], pad_left=False)
@@ -149,6 +152,9 @@ def test_hessian_and_third_derivative_agree_with_differences(seed):
 )
 @example(seed=3, length=2, eos=0, prompts=2, everything=True)
 def test_full_fisher_is_the_hessian_of_the_divergence(seed, length, eos, prompts, everything):
+    """Proves: full fisher is the hessian of the divergence (exact), against ``exact_fisher``,
+    ``kl_hessian``.
+    """
     model, forward, parameters = tiny(seed)
     parameters = parameters if everything else pick(parameters)
     xs = some_prompts(seed, prompts)
@@ -161,6 +167,9 @@ def test_full_fisher_is_the_hessian_of_the_divergence(seed, length, eos, prompts
 
 
 def test_token_fisher_is_the_hessian_on_given_prefixes():
+    """Proves: token fisher is the hessian on given prefixes (exact), against
+    ``exact_token_fisher``, ``hessian``.
+    """
     model, forward, parameters = tiny(5)
     batch = labelled([([0, 2], [1, 1]), ([1], [0, 2, 1]), ([2, 2], [])], pad_left=True)
     fisher = exact_token_fisher(model, forward, batch, parameters)
@@ -180,6 +189,7 @@ def test_token_fisher_is_the_hessian_on_given_prefixes():
 
 
 def test_monte_carlo_fisher_is_unbiased():
+    """Proves: eq. mc_fisher (unbiased), against ``monte_carlo_fisher``, ``exact_fisher``."""
     model, forward, parameters = tiny(8, width=1)
     xs, eos = [torch.tensor([0, 2]), torch.tensor([1])], 0
     wanted = exact_fisher(model, forward, xs, 2, parameters, 3, eos).diagonal()
@@ -299,7 +309,11 @@ def terms_by_hand(loss, moving, arguments) -> dict[str, float]:
 def test_the_bound_holds_and_each_term_is_what_its_name_says(
     seed: int, others: bool, own_data: bool, scale: float
 ) -> None:
-    """The terms one by one, then the inequality that they make."""
+    """The terms one by one, then the inequality that they make.
+
+    Proves: eqs. app_taylor, app_proxy_bound, app_F_ret_dagger, app_gap_decomp (exact), against
+    ``proxy_bound``, ``expected_retention_loss``.
+    """
     model, loss, moving, _, arguments = bound_setting(seed, others, own_data, scale)
     bound = retention.proxy_bound(model, loss, moving, **arguments, points=5)
     with undisturbed(model, moving):
@@ -420,6 +434,9 @@ def wasserstein_by_programme(a: list[Tensor], b: list[Tensor], power: int) -> fl
     power=st.sampled_from([1, 2]),
 )  # fmt: skip
 def test_wasserstein_equals_the_linear_programme(seed, left, right, power):
+    """Proves: wasserstein equals the linear programme (exact), against ``wasserstein``, linear
+    programme.
+    """
     a, b = some_prompts(seed, left), some_prompts(seed + 5, right)
     # The linear programme is solved to its own feasibility tolerance of 1e-7.
     found = wasserstein(a, b, edit_like, power)
@@ -461,7 +478,11 @@ def slope(images: Mapping[tuple[int, ...], Tensor], x: Tensor, y: Tensor) -> flo
 def test_transfer_is_below_lipschitz_times_wasserstein(
     seed: int, left: list[int], right: list[int]
 ) -> None:
-    """Both sides and the constant by other routes; then the inequality, and that L is needed."""
+    """Both sides and the constant by other routes; then the inequality, and that L is needed.
+
+    Proves: eq. app_wasser (exact), against ``transfer_bound``, ``lipschitz_constant``,
+    ``prompt_fishers``.
+    """
     (model, forward, scored), images = fisher_map(seed)
     steepest = max(itertools.combinations(SPACE, 2), key=lambda pair: slope(images, *pair))
     L = slope(images, *steepest)

@@ -79,7 +79,11 @@ def slope(setup: Setup, model: nn.Module, run: Run, along: Values, step: float) 
 
 @pytest.mark.parametrize(("optimizer", "clip"), [("adamw", 0.3), ("sgd", None)])
 def test_values_are_differences_of_whole_runs(optimizer: str, clip: float | None) -> None:
-    """8 steps with warm-up, decay, accumulation and clipping: 1e-7 and better."""
+    """8 steps with warm-up, decay, accumulation and clipping: 1e-7 and better.
+
+    Proves: values are differences of whole runs (exact), against ``run_values``, ``run_end``,
+    ``run_loss``, differences of whole runs.
+    """
     setup, model = Setup(CASE), CASE.model()
     before = [p.detach().clone() for p in model.parameters()]
     options: dict[str, Any] = {"weight_decay": 0.1, "undecayed": undecayed(model), "clip": clip}
@@ -102,7 +106,11 @@ def test_values_are_differences_of_whole_runs(optimizer: str, clip: float | None
 def test_values_of_every_decoder_are_differences(
     setup: Setup, optimizer: str, clipped: bool, seed: int
 ) -> None:
-    """Every structural option, in runs of three steps; eps so large that no entry's step jumps."""
+    """Every structural option, in runs of three steps; eps so large that no entry's step jumps.
+
+    Proves: values of every decoder are differences (exact), against ``run_values``, ``run_end``,
+    ``run_loss``, differences of whole runs.
+    """
     model = setup.case.model()
     run = run_of(setup, 3, optimizer=optimizer, clip=0.1 if clipped else None, eps=1e-3)
     values, along = (
@@ -115,7 +123,10 @@ def test_values_of_every_decoder_are_differences(
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_run_is_that_of_torch(optimizer: str) -> None:
-    """torch's optimizer, schedule, clipping and accumulation, on a copy of the model."""
+    """torch's optimizer, schedule, clipping and accumulation, on a copy of the model.
+
+    Proves: a run is that of torch (exact), against ``run_end``, torch's optimizers.
+    """
     setup, model = Setup(CASE), CASE.model()
     options: dict[str, Any] = {"weight_decay": 0.1, "undecayed": undecayed(model), "clip": 0.3}
     run = run_of(setup, 5, optimizer=optimizer, betas=(0.8, 0.97), eps=1e-6, **options)
@@ -165,7 +176,11 @@ def torch_step(
 @example(Setup(CASE))
 @budget(0.05)
 def test_one_step_of_sgd_gives_label_values(setup: Setup) -> None:
-    """S = 1: rate / N times <grad l, G>, with G where the step ends."""
+    """S = 1: rate / N times <grad l, G>, with G where the step ends.
+
+    Proves: one step of sgd gives label values (exact), against ``run_values``, ``run_end``,
+    ``label_values``, ``validation_gradient``.
+    """
     model = setup.case.model()
     run = Run([[dict(setup.case.batch)]], [1e-2], optimizer="sgd")
     ((found,),) = run_values(model, forward_of(model), run, setup.case.validation)
@@ -183,7 +198,11 @@ def test_one_step_of_sgd_gives_label_values(setup: Setup) -> None:
 
 
 def test_the_last_step_of_adamw_is_the_full_preconditioner() -> None:
-    """<P o G, grad l> with P of the optimizer before the step and G where it ends."""
+    """<P o G, grad l> with P of the optimizer before the step and G where it ends.
+
+    Proves: the last step of adamw is the full preconditioner (exact), against ``run_values``,
+    ``run_end``, ``label_values``, ``validation_gradient``.
+    """
     setup, model = Setup(CASE), CASE.model()
     run = run_of(setup, 4, weight_decay=0.1, undecayed=undecayed(model), eps=1e-5)
     values = run_values(model, forward_of(model), run, CASE.validation)
@@ -208,7 +227,11 @@ def test_the_last_step_of_adamw_is_the_full_preconditioner() -> None:
 
 
 def test_one_weight_for_all_steps_has_the_sum() -> None:
-    """A token that comes again: the derivative by a weight that it has in every step."""
+    """A token that comes again: the derivative by a weight that it has in every step.
+
+    Proves: one weight for all steps has the sum (exact), against ``run_values``, ``run_end``,
+    ``run_loss``, differences of whole runs.
+    """
     setup, model = Setup(CASE), CASE.model()
     batch = dict(CASE.batch)
     run = Run([[batch]] * 5, [1e-2] * 5, weight_decay=0.1, clip=0.3)
@@ -220,7 +243,11 @@ def test_one_weight_for_all_steps_has_the_sum() -> None:
 
 
 def test_a_ledger_leaves_out_what_later_steps_do() -> None:
-    """SGD: run value less ledger is <grad l, prod (I - rate H) G_S - G_s> rate / N, H dense."""
+    """SGD: run value less ledger is <grad l, prod (I - rate H) G_S - G_s> rate / N, H dense.
+
+    Proves: a ledger leaves out what later steps do (exact), against ``run_values``,
+    ``ledger_values``, ``run_end``, ``label_values``, ``validation_gradient``, ``hessian``.
+    """
     model = SMALL.model()
     forward, validation = forward_of(model), list(SMALL.validation)
     batch = dict(SMALL.batch)
@@ -274,6 +301,9 @@ def along(model: nn.Module, batch: Any, named: dict[str, Any], m: Tensor) -> Ten
 
 
 def test_states_between_those_that_are_kept_change_no_bit() -> None:
+    """Proves: states between those that are kept change no bit (exact), against ``run_values``,
+    all states kept.
+    """
     model = CASE.model()
     run = run_of(Setup(CASE), 7, clip=0.3)
     kept = [

@@ -82,6 +82,9 @@ def first_order(values: Tensor, mask: Tensor, normalisation: str) -> Tensor:
 )
 @example(seed=0, normalisation="kept", pad_left=True)
 def test_utility_is_first_order_the_label_value(seed, normalisation, pad_left):
+    """Proves: eqs. local_utility_def, first_order_delta (approximate), against
+    ``leave_one_out_utility``, ``sgd_step``.
+    """
     model, forward, parameters, batch, objective = setting(seed, pad_left=pad_left)
     mask = batch["labels"] != -100
     values, scale = label_values(model, parameters, batch, objective)
@@ -147,6 +150,9 @@ def test_adam_is_torchs_adam(seed, decoupled, weight_decay, betas, eps):
 )
 @example(seed=1, step=0, betas=(0.9, 0.999), decoupled=False)
 def test_full_preconditioner_is_the_derivative_of_the_update(seed, step, betas, decoupled):
+    """Proves: full preconditioner is the derivative of the update (exact), against
+    ``adam_step``, ``adam_step_derivative``.
+    """
     _, _, parameters = tiny(seed)
     names = list(parameters.items())
     values = {name: p.detach() for name, p in names}
@@ -213,6 +219,9 @@ def test_shapley_axioms(seed, players):
 @budget(0.3)
 @given(seed=st.integers(0, 2**20))
 def test_shapley_of_a_step_tends_to_the_label_values(seed):
+    """Proves: eq. shapley_closed_form_step (approximate), against ``exact_shapley``,
+    ``one_step_utility``.
+    """
     model, forward, parameters, batch, objective = setting(seed, lengths=((2, 2), (1, 1)))
     players = [tuple(pair) for pair in (batch["labels"] != -100).nonzero().tolist()]
     values, _ = label_values(model, parameters, batch, objective)
@@ -229,6 +238,9 @@ def test_shapley_of_a_step_tends_to_the_label_values(seed):
 
 
 def test_leave_one_out_is_the_last_marginal_of_the_game():
+    """Proves: eqs. masked_update, local_utility_def (exact), against ``leave_one_out_utility``,
+    ``one_step_utility``.
+    """
     model, forward, parameters, batch, objective = setting(17)
     arguments = (model, forward, batch, objective, "sgd", 0.2, "response")
     found = leave_one_out_utility(*arguments, parameters=parameters)

@@ -1,7 +1,7 @@
 """Rows of docs/paper-gaps.md that no property of an estimator, a step or a Fisher proves.
 
-What a row of the mathematics says is otherwise the claim of a property (claims.py). What the
-packaged recipes are set to is one table here.
+What a row of the mathematics says is otherwise proved by a property, which says so on a line
+``Proves:`` of its docstring. What the packaged recipes are set to is one table here.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def test_the_factor_of_the_bound_does_not_vanish_with_the_head_width() -> None:
 
 
 def test_prompt_and_response_are_cut_apart() -> None:
-    """Row 17: a prompt keeps its end, a response its start."""
+    """Row 17: a prompt keeps its end, a response its start.
+
+    Proves: prompt and response are cut apart (exact), against slices by hand.
+    """
     pytest.importorskip("trl")
     from alphatoken.train.datasets import cut_pair
 

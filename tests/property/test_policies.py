@@ -75,6 +75,7 @@ def test_rounding() -> None:
 
 
 def test_standard_keeps_all() -> None:
+    """Proves: standard (exact), against ones."""
     of = batch([[1.0, 2.0], [3.0]])
     for settings in (None, BUDGET):
         assert on_tokens(Standard(settings).weights(of), of) == [[1, 1], [1]]

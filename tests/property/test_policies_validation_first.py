@@ -55,7 +55,10 @@ def made(folder: Path, policy: Any, kind: Any = AlphaSFTTrainer, **more: Any) ->
 
 @pytest.mark.slow
 def test_validation_rows_come_first(tmp_path: Path) -> None:
-    """The run is TRL's on the validation rows, and then TRL's on the training rows."""
+    """The run is TRL's on the validation rows, and then TRL's on the training rows.
+
+    Proves: Validation rows first (exact), against TRL on the same rows.
+    """
     first = reference_by_hand(tmp_path)
     torch.manual_seed(11)
     rows = tiny.sft_rows(24).select(range(16))
@@ -98,7 +101,10 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     ids=lambda more: next(iter(more)),
 )  # fmt: skip
 def test_the_first_training_has_a_schedule_of_its_own(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Two dozen steps are all inside a warm-up, and one step if they accumulate."""
+    """Two dozen steps are all inside a warm-up, and one step if they accumulate.
+
+    Proves: Validation rows first (exact), against the same training in a run of another schedule.
+    """
     plain = made(tmp_path / "plain" / "run", ValidationFirst(**POLICY))
     rows = {"eval_dataset": tiny.sft_rows(4, 9)} if "eval_strategy" in more else {}
     other = made(tmp_path / "other" / "run", ValidationFirst(**POLICY), **rows, **more)

@@ -128,7 +128,10 @@ def test_shares_of_the_ranks_are_a_partition(rows: list[int], world: int) -> Non
 
 def test_draws_are_of_seed_step_micro_batch_and_process() -> None:
     """Where any of the four differs, random masks are drawn anew; where none does, they are the
-    same."""
+    same.
+
+    Proves: draws are of seed step micro batch and process (exact), against seeds of all keys.
+    """
     keys = list(product(range(3), repeat=4))
     seeds = [_draw_seed(*key) for key in keys]
     assert len(set(seeds)) == len(keys)
@@ -146,7 +149,10 @@ def _draw_seed(seed: int, step: int, micro_batch: int, process: int) -> int:
 
 
 def test_retention_rows_are_drawn_apart_from_validation_rows() -> None:
-    """Two pools of as many rows do not run side by side through one order."""
+    """Two pools of as many rows do not run side by side through one order.
+
+    Proves: retention rows are drawn apart from validation rows (exact), against the other pool.
+    """
     options = {
         "validation_mode": "pool", "validation_batch_size": 2, "retention_batch_size": 2,
         "held_out_steps": 0, "value_seed": 3,

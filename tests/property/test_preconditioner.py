@@ -119,7 +119,10 @@ def frozen(case: Case) -> Tensor:
 @example(AdamCase(0, 0.9, 0.999, 1e-8, 0))  # step 1: the update is sign(g)
 @example(AdamCase(3, 0.9, 0.999, 1e-8, 0, zeros=True))
 def test_full_preconditioner(case: AdamCase) -> None:
-    """P o g_k is the exact derivative of Adam's step by the token's weight."""
+    """P o g_k is the exact derivative of Adam's step by the token's weight.
+
+    Proves: full preconditioner (exact), against ``adam_step_derivative``.
+    """
     gradient, token = case.tensor(2), case.tensor(3)
     expected = utility.adam_step_derivative({"w": gradient}, {"w": token}, case.state())["w"]
     found = preconditioner.full_preconditioner(case.moments(), gradient, floor=0.0) * token
@@ -134,7 +137,10 @@ def test_full_preconditioner(case: AdamCase) -> None:
 @given(adam_cases(least=1))
 @budget(0.5)
 def test_frozen_preconditioner(case: AdamCase) -> None:
-    """P is the derivative of a step whose denominator is the state's own."""
+    """P is the derivative of a step whose denominator is the state's own.
+
+    Proves: frozen preconditioner (approximate), against ``adam_preconditioner``.
+    """
     gradient = case.tensor(2)
     closed = utility.adam_preconditioner({"w": gradient}, case.state(), "frozen")["w"]
     found = preconditioner.frozen_preconditioner(case.moments(), floor=0.0)
@@ -151,7 +157,10 @@ def test_frozen_preconditioner(case: AdamCase) -> None:
 
 @given(adam_cases(least=1), st.sampled_from([1e-16, 1e-6]))
 def test_floor_bounds_the_preconditioners(case: AdamCase, floor: float) -> None:
-    """v^ = 0 does not explode: P stays below c / (sqrt(floor) + eps), and is finite."""
+    """v^ = 0 does not explode: P stays below c / (sqrt(floor) + eps), and is finite.
+
+    Proves: floor bounds the preconditioners (exact), against the bound itself.
+    """
     silent = AdamCase(case.step, case.beta1, case.beta2, case.eps, case.seed, zeros=True)
     c = (1 - case.beta1) / (1 - case.beta1 ** (case.step + 1))
     limit = c / (math.sqrt(floor) + case.eps)
@@ -167,7 +176,10 @@ def test_floor_bounds_the_preconditioners(case: AdamCase, floor: float) -> None:
 @given(setups(), st.sampled_from([1, 3]))
 @budget(0.1)
 def test_adam_preconditioner(setup: Setup, steps: int) -> None:
-    """frozen: M = P o (G + lambda V) with P from the optimizer, on the direction's side, once."""
+    """frozen: M = P o (G + lambda V) with P from the optimizer, on the direction's side, once.
+
+    Proves: adam preconditioner (approximate), against ``adam_preconditioner``, ``exact_influence``.
+    """
     model, optimizer = stepped(setup, steps, "AdamW", eps=1e-6)
     adapter = ReferenceAdapter(model)
     parameters = parameters_of(setup, adapter)
@@ -201,7 +213,10 @@ def test_adam_preconditioner(setup: Setup, steps: int) -> None:
 @given(setups())
 @budget(0.1)
 def test_given_preconditioner(setup: Setup) -> None:
-    """A mapping P (some parameters left at 1) scales M, for label and captured estimators alike."""
+    """A mapping P (some parameters left at 1) scales M, for label and captured estimators alike.
+
+    Proves: given preconditioner (exact), against ``exact_influence``.
+    """
     model = setup.case.model()
     parameters = parameters_of(setup, ReferenceAdapter(model))
     given = {n: x.square() for n, x in list(setup.case.directions(parameters, salt=5).items())[::2]}
@@ -235,7 +250,10 @@ def pinned(test: Any) -> Any:
 @pinned
 @given(cases())
 def test_full_is_the_derivative_of_a_real_step(case: Case) -> None:
-    """Full P o g_k = -(dtheta'/dw_k) / lr, measured on the optimizer's own step."""
+    """Full P o g_k = -(dtheta'/dw_k) / lr, measured on the optimizer's own step.
+
+    Proves: full is the derivative of a real step (exact), against the optimizer's own step.
+    """
     exact = case.derivative()
     # Both terms of P may nearly cancel (step 1 of Adam is a sign): the frozen form has one.
     scale = exact.abs().max() + frozen(case).abs().max().clamp(max=1e3)
@@ -246,7 +264,10 @@ def test_full_is_the_derivative_of_a_real_step(case: Case) -> None:
 @given(cases(ADAMS))
 @budget(0.5)
 def test_adam_of_torch_is_the_oracles(case: Case) -> None:
-    """The oracle's derivative from the optimizer's state, decay included: the third way."""
+    """The oracle's derivative from the optimizer's state, decay included: the third way.
+
+    Proves: adam of torch is the oracles (exact), against ``adam_step_derivative``.
+    """
     parameter, optimizer = case.run()
     group, state = optimizer.param_groups[0], optimizer.state[parameter]
     before = utility.AdamState(

@@ -78,7 +78,10 @@ CASE = make_case(("pprrr", "prrrr"), (("pprr",),))
 
 @pytest.mark.parametrize("name", KINDS)
 def test_what_arguments_say_of_who_sees_whom(name: str) -> None:
-    """Batches of one kind are read alike, and one that may look ahead is of no kind or its own."""
+    """Batches of one kind are read alike, and one that may look ahead is of no kind or its own.
+
+    Proves: what arguments say of who sees whom (exact), against arguments by hand.
+    """
     given, kinds = KINDS[name]
     ids = torch.ones(1, 4, dtype=torch.long)
     batch = read_batch({"input_ids": ids, "labels": ids})
@@ -88,7 +91,10 @@ def test_what_arguments_say_of_who_sees_whom(name: str) -> None:
 
 @pytest.mark.parametrize("size", [1.0, 1e-3])
 def test_a_thousandth_of_the_next_token_is_seen(size: float) -> None:
-    """A look ahead is found by its size beside the whole gradient, down to rounding."""
+    """A look ahead is found by its size beside the whole gradient, down to rounding.
+
+    Proves: a thousandth of the next token is seen (exact), against a model that does.
+    """
     case = make_case(("pprrr", "prrrr"), PLAIN[1])
     batch = read_batch(case.batch)
     error = refusal(lambda: prove_causality(ReferenceAdapter(leaking(case, size)), batch))
@@ -124,7 +130,11 @@ def _compare(proof: DerivativeProof, derivative: Derivative, only: str = "") -> 
 
 @pytest.mark.parametrize(("off", "refused"), [(2.5e-3, False), (8e-3, True), (2.5e-2, True)])
 def test_three_times_the_stated_error_is_allowed_and_no_more(off: float, refused: bool) -> None:
-    """Of a derivative that states a thousandth, along M and along a random direction."""
+    """Of a derivative that states a thousandth, along M and along a random direction.
+
+    Proves: three times the stated error is allowed and no more (exact), against derivatives that
+    are off by so much.
+    """
     model = CASE.model()
     adapter = ReferenceAdapter(model)
     batch = read_batch(CASE.batch)
@@ -142,7 +152,10 @@ def test_three_times_the_stated_error_is_allowed_and_no_more(off: float, refused
 
 
 def test_errors_of_two_signs_are_seen() -> None:
-    """Derivatives that are off by as much up as down, token by token, as none but sums hide."""
+    """Derivatives that are off by as much up as down, token by token, as none but sums hide.
+
+    Proves: errors of two signs are seen (exact), against derivatives that are off by so much.
+    """
     model = CASE.model()
     adapter = ReferenceAdapter(model)
     batch = read_batch(CASE.batch)
@@ -191,7 +204,11 @@ BRANCHES = [
 
 @pytest.mark.parametrize(("seed", "way"), BRANCHES)
 def test_a_detached_branch_is_refused_whatever_its_numbers(seed: int, way: str) -> None:
-    """Also a weak one; and differences are not even asked where forward mode was disproved."""
+    """Also a weak one; and differences are not even asked where forward mode was disproved.
+
+    Proves: a detached branch is refused whatever its numbers (exact), against a branch without
+    gradients.
+    """
     dtype = torch.float32 if seed % 4 < 2 else torch.float64
     model, batch = detached(seed, dtype, 0.02 if seed % 3 else 0.2)
     for options in ({"layers": 2}, {"parameters": "all"}):
@@ -209,6 +226,8 @@ def test_differences_are_proved_where_m_begins_as_zero() -> None:
     """V is 0 at the reference; what autograd contradicts is not taken once weights have moved.
 
     A norm that is detached, as DoRA's: forward mode takes it for a constant, differences do not.
+
+    Proves: differences are proved where m begins as zero (exact), against ``label_values``.
     """
     model = BY_NAME["llama"].build(1, dtype=torch.float32)
     up = model.model.layers[1].mlp.up_proj
@@ -250,7 +269,11 @@ def gated(mlp: Any, branched: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def test_a_branch_behind_a_gate_that_opens_is_refused() -> None:
-    """The proofs are taken again as M is: a gate that begins at 0 hides what is behind it."""
+    """The proofs are taken again as M is: a gate that begins at 0 hides what is behind it.
+
+    Proves: a branch behind a gate that opens is refused (exact), against a branch without
+    gradients.
+    """
     for options in ({"layers": 2}, {"parameters": "all"}):
         model, batch = detached(0, torch.float32, 0.2)
         mlp = model.model.layers[1].mlp
@@ -264,7 +287,10 @@ def test_a_branch_behind_a_gate_that_opens_is_refused() -> None:
 
 
 def test_a_sum_that_cancels_is_measured_by_the_others() -> None:
-    """Two equal rows, whose gradients cancel where their signs differ."""
+    """Two equal rows, whose gradients cancel where their signs differ.
+
+    Proves: a sum that cancels is measured by the others (exact), against forward mode.
+    """
     model = BY_NAME["llama"].build(1, dtype=torch.float32)
     adapter = find_adapter(model)
     one = make_batch(("pppr",), vocabulary=23, seed=1)
@@ -282,7 +308,11 @@ def test_a_sum_that_cancels_is_measured_by_the_others() -> None:
 
 
 def test_probabilities_near_one_are_rounded_and_no_fault() -> None:
-    """A model that is sure of each token: its gradients are small, and rounded all the more."""
+    """A model that is sure of each token: its gradients are small, and rounded all the more.
+
+    Proves: probabilities near one are rounded and no fault (approximate), against forward mode in
+    float64.
+    """
     model = BY_NAME["llama"].build(3, dtype=torch.float32)
     model.lm_head.weight.data *= 8
     ids = torch.randint(3, 23, (2, 10), generator=torch.Generator().manual_seed(3))

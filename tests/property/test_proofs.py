@@ -177,7 +177,10 @@ def _shown(batch: LabelledBatch) -> bool:
 
 @pytest.mark.parametrize("name", list(TRAPS))
 def test_a_trap_is_refused(name: str) -> None:
-    """No estimator gives values where its proof has nothing to stand on; the message says where."""
+    """No estimator gives values where its proof has nothing to stand on; the message says where.
+
+    Proves: a trap is refused (exact), against traps.
+    """
     case, estimator, kind, word = TRAPS[name]
     scorer = Scorer(case.model(), case.validation, config=ScorerConfig(estimator, layers=1))
     if name == "attention dropout":  # only a user's own training pass has it
@@ -212,7 +215,11 @@ def test_a_trap_is_refused(name: str) -> None:
     ],
 )
 def test_a_backward_of_its_own_is_refused(name: str) -> None:
-    """label is of what trains: a backward that is not the forward's derivative is refused."""
+    """label is of what trains: a backward that is not the forward's derivative is refused.
+
+    Proves: a backward of its own is refused (exact), against hooks, clipped errors, a branch
+    without gradients.
+    """
     change, parameter = OWN_BACKWARDS[name]
     case = make_case(*PLAIN)
     model = case.model()
@@ -232,7 +239,10 @@ def test_a_backward_of_its_own_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["padding row", "straight through"])
 def test_a_backward_that_is_followed(name: str) -> None:
-    """A detached straight-through branch, and an embedding's padding row, are no false alarm."""
+    """A detached straight-through branch, and an embedding's padding row, are no false alarm.
+
+    Proves: eq. grad_alignment (exact), against ``label_values``, ``validation_gradient``.
+    """
     case = make_case(*PLAIN, tied_embeddings=True, padding_token=1, vocabulary=3)
     model = case.model()
     if name == "straight through":
@@ -253,7 +263,10 @@ def test_a_backward_that_is_followed(name: str) -> None:
 
 @pytest.mark.parametrize("estimator", ["direct", "path", "label"])
 def test_a_model_that_looks_ahead_is_refused(estimator: str) -> None:
-    """A prediction that sees its own token has no value, by any estimator."""
+    """A prediction that sees its own token has no value, by any estimator.
+
+    Proves: a model that looks ahead is refused (exact), against a model that does.
+    """
     case = make_case(*PLAIN)
     model = case.model()
     model.layers[-1].register_forward_hook(lambda m, a, out: out + 0.1 * out.roll(-1, 1))
@@ -265,7 +278,10 @@ def test_a_model_that_looks_ahead_is_refused(estimator: str) -> None:
 
 @pytest.mark.parametrize("long", [False, True])
 def test_isolation_is_claimed_only_where_it_was_shown(long: bool) -> None:
-    """``isolated`` is True after a token away from the first position was sent back, else False."""
+    """``isolated`` is True after a token away from the first position was sent back, else False.
+
+    Proves: isolation is claimed only where it was shown (exact), against long and short rows.
+    """
     case = make_case(("prr",) if long else ("pr",), (("prr",) if long else ("pr",),))
     scorer = Scorer(case.model(), case.validation, config=ScorerConfig("direct", layers=1))
     error = refusal(lambda: scorer.score(case.batch))
@@ -277,7 +293,10 @@ def test_isolation_is_claimed_only_where_it_was_shown(long: bool) -> None:
 @pytest.mark.parametrize("size", [1e-12, 1e-6, 1e-2])
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_gradient_that_is_not_explained_is_named(size: float, wide: bool) -> None:
-    """A part of ``size`` that no captured use explains is refused; rounding is not."""
+    """A part of ``size`` that no captured use explains is refused; rounding is not.
+
+    Proves: a gradient that is not explained is named (exact), against parts left out.
+    """
     dtype = torch.float64 if wide else torch.float32
     allowed = 1e-10 if wide else 1e-4
     generator = torch.Generator().manual_seed(1)
@@ -302,7 +321,10 @@ def test_a_gradient_that_is_not_explained_is_named(size: float, wide: bool) -> N
 @given(seed=SEEDS)
 @budget(0.2, least=4)
 def test_documents_that_see_each_other_are_refused(seed: int) -> None:
-    """A packed row under a mask of ones leaks; under its own boundaries it does not."""
+    """A packed row under a mask of ones leaks; under its own boundaries it does not.
+
+    Proves: documents that see each other are refused (exact), against a model that leaks.
+    """
     case = replace(make_case(("pprr|prr", "prr|prrr"), PLAIN[1]), seed=seed)
     adapter = ReferenceAdapter(case.model())
     batch = read_batch(case.batch)
@@ -319,6 +341,8 @@ def test_what_was_refused_is_refused_again(seed: int) -> None:
     """A packed row that leaks is refused at the second time as at the first; observed as well.
 
     What was proved of a forward of the scorer's own says nothing of one that its user runs.
+
+    Proves: what was refused is refused again (exact), against a model that leaks.
     """
     case = replace(make_case(("pprr|prr", "prr|prrr"), PLAIN[1]), seed=seed)
     model = case.model()
@@ -350,7 +374,10 @@ def test_what_was_refused_is_refused_again(seed: int) -> None:
 @given(seed=SEEDS)
 @budget(0.05, least=2)
 def test_a_pass_leaves_nothing_to_the_next(seed: int) -> None:
-    """Of two observed forwards the last one's attentions are kept, and no more of them."""
+    """Of two observed forwards the last one's attentions are kept, and no more of them.
+
+    Proves: a pass leaves nothing to the next (exact), against a pass by itself.
+    """
     case = replace(make_case(*PLAIN), seed=seed)
     model = case.model()
     scorer = Scorer(model, case.validation, config=ScorerConfig("alphatoken", layers=2))
@@ -367,7 +394,10 @@ def test_a_pass_leaves_nothing_to_the_next(seed: int) -> None:
 @given(seed=SEEDS)
 @budget(0.05, least=2)
 def test_masks_of_flags_hide_labels(seed: int) -> None:
-    """A boolean mask hides the labels after padding as the same mask in numbers does."""
+    """A boolean mask hides the labels after padding as the same mask in numbers does.
+
+    Proves: masks of flags hide labels (exact), against a mask of numbers.
+    """
     batch = make_batch(("..pprr", "pprr..", ".rrrrr"), vocabulary=11, seed=seed)
     numbers = batch["attention_mask"]
     batch["labels"] = batch["input_ids"].masked_fill(numbers == 0, -100)
@@ -380,7 +410,10 @@ def test_masks_of_flags_hide_labels(seed: int) -> None:
 
 @pytest.mark.parametrize("device", ["cpu"])
 def test_autocast_outlives_an_error(device: str) -> None:
-    """After a function in full precision, also one that raises, autocast is on as before."""
+    """After a function in full precision, also one that raises, autocast is on as before.
+
+    Proves: autocast outlives an error (exact), against autocast as it was.
+    """
 
     @full_precision
     def run(fails: bool) -> bool:
@@ -403,6 +436,8 @@ def test_a_slice_shows_what_its_batch_shows(name: str, layout: str, seed: int) -
     """A fault that the whole batch gives away is given away by its slice, with the same words.
 
     Without the fault both are proved, and isolation is shown.
+
+    Proves: a slice shows what its batch shows (exact), against the whole batch.
     """
     case, estimator, kind, word = TRAPS[name]
     case = replace(case, seed=seed)
@@ -426,7 +461,10 @@ def test_a_slice_shows_what_its_batch_shows(name: str, layout: str, seed: int) -
 @given(seed=SEEDS)
 @budget(0.2, least=4)
 def test_a_slice_shows_which_documents_see_each_other(seed: int) -> None:
-    """A slice of a packed row leaks under a mask of ones as the row does, and else does not."""
+    """A slice of a packed row leaks under a mask of ones as the row does, and else does not.
+
+    Proves: a slice shows which documents see each other (exact), against the whole batch.
+    """
     case = make_case(*PLAIN)
     whole = read_batch(make_batch(LONG["packed"], vocabulary=11, seed=seed))
     piece = around_documents(whole)
@@ -456,6 +494,8 @@ def test_a_slice_is_a_part_of_its_batch(
     """Every input of a slice is the batch's at the same rows and positions, whatever its shape.
 
     Where the batch has a token with two real ones of its document before it, so has the slice.
+
+    Proves: a slice is a part of its batch (exact), against entry by entry.
     """
     batch = make_batch(lines, vocabulary=11, seed=1, explicit_positions=form == "positions")
     b, t = batch["labels"].shape

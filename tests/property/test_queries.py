@@ -48,6 +48,9 @@ def _options(folder: Path) -> ScoreOptions:
 def test_each_query_has_the_values_that_it_has_alone() -> None:
     """``query_q`` is ``<grad l_k, grad J_q>``, J_q the mean token loss of query q; adaptation is
     their mean by the queries' tokens; a training row that repeats a query stays.
+
+    Proves: each query has the values that it has alone (exact), against ``label_values``,
+    ``validation_gradient``.
     """
     with tempfile.TemporaryDirectory() as name:
         job = prepare_job(_options(Path(name)))

@@ -168,7 +168,10 @@ def need(*packages: str) -> None:
 @pytest.mark.parametrize("name", list(PAIR_RULES))
 def test_pools_begin_at_log_two(name: str) -> None:
     """Where the policy is the reference, the preference loss of validation pairs is log 2, whatever
-    form the trained loss has."""
+    form the trained loss has.
+
+    Proves: pools begin at log two (exact), against log 2.
+    """
     need(*TRAINERS)
     model = made_model(PAIRS)
     reference = None if "ahead" in name else made_model(PAIRS)
@@ -181,7 +184,10 @@ def test_pools_begin_at_log_two(name: str) -> None:
 
 def test_a_moving_reference_is_looked_at_anew() -> None:
     """Where the reference has become the policy, the preference loss of validation pairs is log 2
-    again, although the pairs were looked at before."""
+    again, although the pairs were looked at before.
+
+    Proves: a moving reference is looked at anew (exact), against log 2.
+    """
     need(*TRAINERS)
     trainer = _trainer(PAIRS, made_model(PAIRS), FOLLOWING, ref_model=made_model(PAIRS))
     _pool(trainer)
@@ -199,7 +205,10 @@ def test_a_moving_reference_is_looked_at_anew() -> None:
 @pytest.mark.parametrize("family", ["sft", "lm"])
 def test_a_collator_labels_every_batch(family: str) -> None:
     """A collator of the user's own decides which tokens count: in validation batches, in a Fisher's
-    prompts and in its sequences, as in training."""
+    prompts and in its sequences, as in training.
+
+    Proves: a collator labels every batch (exact), against the collator's labels.
+    """
     need(*TRAINERS)
     import datasets
 
@@ -227,7 +236,10 @@ def test_a_collator_labels_every_batch(family: str) -> None:
 @pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_the_routers_loss_is_trained(share: float) -> None:
     """All tokens of a mixture of experts kept, with its routers' loss: the step of transformers'
-    own trainer (routers compute in float32)."""
+    own trainer (routers compute in float32).
+
+    Proves: the routers loss is trained (exact), against transformers' own trainer.
+    """
     need(*TRAINERS)
     import datasets
     import transformers
@@ -255,7 +267,10 @@ def test_the_routers_loss_is_trained(share: float) -> None:
 @pytest.mark.parametrize("name", list(RESUMED))
 def test_rounding_is_told_from_results(name: str) -> None:
     """A run goes on, and it is said, under facts that change rounding alone; under others only
-    where they are named, and never on other processes."""
+    where they are named, and never on other processes.
+
+    Proves: rounding is told from results (exact), against numbers by hand.
+    """
     need(*TRAINERS)
     changed, allowed, done = RESUMED[name]
     identity = import_module("alphatoken.train.identity")
@@ -266,7 +281,10 @@ def test_rounding_is_told_from_results(name: str) -> None:
 @pytest.mark.parametrize("name", list(REFERENCES))
 def test_a_reference_reads_the_policys_tokens(name: str) -> None:
     """A reference of preference pairs is refused exactly where it has no row for a token of the
-    policy, or its tokenizer calls the token otherwise."""
+    policy, or its tokenizer calls the token otherwise.
+
+    Proves: a reference reads the policys tokens (exact), against numbers by hand.
+    """
     need(*TRAINERS)
     rows, own_rows, letters, word = REFERENCES[name]
     check = import_module("alphatoken.train.reference").check_reference
@@ -293,7 +311,10 @@ def test_a_reference_reads_the_policys_tokens(name: str) -> None:
 @pytest.mark.parametrize("what", ["rows", "validation", "prompts"])
 def test_tokens_without_a_row_are_refused(what: str, adapted: bool) -> None:
     """A token id for which the embedding has no row is refused with its place, in rows to score, in
-    validation rows and in a Fisher's prompts; the last row's is served."""
+    validation rows and in a Fisher's prompts; the last row's is served.
+
+    Proves: tokens without a row are refused (exact), against the vocabulary.
+    """
     need(*TRAINERS)
     from alphatoken import Scorer, ScorerConfig, fit_fisher
 
@@ -334,7 +355,10 @@ def test_tokens_without_a_row_are_refused(what: str, adapted: bool) -> None:
 @pytest.mark.parametrize(("parameters", "tied"), [("all", False), ("head.weight", True)])
 def test_gradients_that_count_tokens_are_refused(parameters: str, tied: bool, scored: bool) -> None:
     """An embedding whose gradient is divided by counts of the batch is refused where it is in the
-    scope of a Fisher or of label values, under whichever of its names, and there only."""
+    scope of a Fisher or of label values, under whichever of its names, and there only.
+
+    Proves: gradients that count tokens are refused (exact), against the scope.
+    """
     from alphatoken import Scorer, ScorerConfig, fit_fisher
 
     prompts = [[1, 0], [2], [1, 1, 2]]

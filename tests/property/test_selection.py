@@ -68,7 +68,10 @@ def ratios(draw: st.DrawFn) -> tuple[int, int, int]:
 @example((29, 100, 100))
 @budget(2.0)
 def test_keep_count(ratio: tuple[int, int, int]) -> None:
-    """ceil(ratio n) of the ratio that was rounded to a float, in exact arithmetic."""
+    """ceil(ratio n) of the ratio that was rounded to a float, in exact arithmetic.
+
+    Proves: keep count (exact), against decimal fractions.
+    """
     part, whole, count = ratio
     assert selection.keep_count(part / whole, count) == -(-part * count // whole)
 
@@ -78,7 +81,10 @@ def test_keep_count(ratio: tuple[int, int, int]) -> None:
 @example(case=SelectionCase(3, 9, 2, 0), percent=55, scope="batch", bottom=False)
 @budget(2.0)
 def test_selection(case: SelectionCase, percent: int, scope: str, *, bottom: bool) -> None:
-    """Exactly ceil(ratio n) response tokens per scope, ties by (batch index, position)."""
+    """Exactly ceil(ratio n) response tokens per scope, ties by (batch index, position).
+
+    Proves: selection (exact), against a sort of tuples.
+    """
     values, mask = case.draw()
     ratio = Fraction(percent, 100)
     select = selection.select_bottom if bottom else selection.select_top
@@ -98,7 +104,10 @@ def test_selection(case: SelectionCase, percent: int, scope: str, *, bottom: boo
 @given(selection_cases(), PERCENT)
 @example(SelectionCase(4, 9, 1000, 3), 50)
 def test_response_values(case: SelectionCase, percent: int) -> None:
-    """The mean over each row's response by a loop; and top-ranked, whole responses but for one."""
+    """The mean over each row's response by a loop; and top-ranked, whole responses but for one.
+
+    Proves: response values (exact), against loops.
+    """
     values, mask = case.draw()
     found = selection.response_values(values, mask)
     for b in range(case.rows):
@@ -125,7 +134,10 @@ def test_response_values(case: SelectionCase, percent: int) -> None:
 
 
 def test_means_of_responses_are_summed_wider_than_their_values() -> None:
-    """Values that cancel, in float32: their mean is what is left, to the last digit."""
+    """Values that cancel, in float32: their mean is what is left, to the last digit.
+
+    Proves: means of responses are summed wider than their values (exact), against numbers by hand.
+    """
     values = torch.tensor([[1e8, 1.0, -1e8, 7.0], [3e38, 3e38, 3e38, 0.0]])
     mask = torch.tensor([[True, True, True, False], [True, True, True, False]])
     found = selection.response_values(values, mask)
@@ -136,7 +148,10 @@ def test_means_of_responses_are_summed_wider_than_their_values() -> None:
 
 @given(selection_cases(), PERCENT)
 def test_padding_never_ranks(case: SelectionCase, percent: int) -> None:
-    """Whatever stands outside the mask, NaN included, changes nothing."""
+    """Whatever stands outside the mask, NaN included, changes nothing.
+
+    Proves: padding never ranks (exact), against the same without padding.
+    """
     values, mask = case.draw()
     keep = selection.select_top(values, mask, percent / 100)
     for filler in (1e30, -1e30, float("nan"), float("inf")):

@@ -142,7 +142,10 @@ SETUP = Setup(CASE, "all")
 @given(setups(), st.sampled_from(CAPTURED), st.sampled_from(["diagonal", "kronecker", "data"]))
 @budget(0.6)
 def test_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retention: str) -> None:
-    """G from captured errors, V from parts, M gathered: as with whole weights."""
+    """G from captured errors, V from parts, M gathered: as with whole weights.
+
+    Proves: sharded values equal whole ones (exact), against ``exact_influence``, whole weights.
+    """
     model = setup.case.model()
     data: object = [setup.case.batch]
     if retention != "data":
@@ -174,7 +177,10 @@ def test_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retention
 @given(setups(), st.sampled_from(["diagonal", "data"]))
 @budget(0.2, least=4)
 def test_a_sharded_direction_is_never_stale(setup: Setup, retention: str) -> None:
-    """Weights written past every version counter, as shards are: the values of a fresh scorer."""
+    """Weights written past every version counter, as shards are: the values of a fresh scorer.
+
+    Proves: a sharded direction is never stale (exact), against a fresh scorer, bit by bit.
+    """
     model = setup.case.model()
     data: object = [setup.case.batch]
     if retention != "data":
@@ -198,7 +204,10 @@ def test_a_sharded_direction_is_never_stale(setup: Setup, retention: str) -> Non
 @given(setup=setups(tied_linears=False), kind=st.sampled_from(["frozen", "full", "given"]))
 @budget(0.3)
 def test_sharded_preconditioners(setup: Setup, kind: str, steps: int) -> None:
-    """P from the optimizer's state, in parts: frozen, full, and a given one."""
+    """P from the optimizer's state, in parts: frozen, full, and a given one.
+
+    Proves: sharded preconditioners (exact), against whole weights.
+    """
     model, optimizer = stepped(setup, steps, "AdamW")
     assert optimizer.param_groups[0]["betas"] == BETAS
     given = {
@@ -223,7 +232,11 @@ def test_sharded_preconditioners(setup: Setup, kind: str, steps: int) -> None:
 @example(Setup(PADDED), "all")
 @budget(0.2)
 def test_sharded_label_values_are_the_oracles(setup: Setup, parameters: str) -> None:
-    """G by autograd through other objects, weights moved part by part; nothing is gathered."""
+    """G by autograd through other objects, weights moved part by part; nothing is gathered.
+
+    Proves: sharded label values are the oracles (exact), against ``label_values``,
+    ``validation_gradient``, ``per_token_gradients``, ``response_tokens``.
+    """
     model = setup.case.model()
     config = ScorerConfig("label", layers=setup.layers, parameters=parameters)
     sharding = FlatSharding(model)
@@ -244,7 +257,11 @@ def test_sharded_label_values_are_the_oracles(setup: Setup, parameters: str) -> 
 @example(Setup(PADDED))
 @budget(0.05)
 def test_sharded_walk_values_are_those_of_a_trained_copy(setup: Setup) -> None:
-    """Every part walks and comes back by itself: AdamW is elementwise, and nothing is gathered."""
+    """Every part walks and comes back by itself: AdamW is elementwise, and nothing is gathered.
+
+    Proves: sharded walk values are those of a trained copy (exact), against ``walked``,
+    ``walk_values``.
+    """
     model = setup.case.model()
     before = bits(model)
     adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)

@@ -769,14 +769,20 @@ def runs(draw: st.DrawFn) -> Asked:
 @given(asked=runs())
 def test_the_trainer_is_the_reference(asked: Asked) -> None:
     """Values, weights, the gradient handed to the optimizer, the update, the ledger and the logs
-    of a real run are those of the slow reference, step by step."""
+    of a real run are those of the slow reference, step by step.
+
+    Proves: eqs. phi_total, sft_masked_loss, dpo_masked_loss (exact), against reference_step.py.
+    """
     compared(asked)
 
 
 @pytest.mark.parametrize("asked", [Asked(policy="random")])
 def test_random_masks(asked: Asked) -> None:
     """A random mask is another one at each micro-batch and each step, and the same in a second run;
-    another seed gives others."""
+    another seed gives others.
+
+    Proves: random masks (exact), against masks of two runs.
+    """
     first, again, other = (
         [[w.tolist() for w in step] for step in trained(replace(asked, seed=seed)).weights]
         for seed in (asked.seed, asked.seed, asked.seed + 100)
@@ -790,7 +796,10 @@ def test_random_masks(asked: Asked) -> None:
 @pytest.mark.parametrize("asked", [Asked(policy="random")])
 def test_every_step_is_weighed(asked: Asked) -> None:
     """A loss is not handed out with outputs beside it, and a step with a loss of the user's own is
-    not taken."""
+    not taken.
+
+    Proves: every step is weighed (exact), against a run without outputs.
+    """
     from alphatoken.errors import UnsupportedError
 
     def with_outputs(trainer: Any) -> None:

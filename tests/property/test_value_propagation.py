@@ -74,7 +74,10 @@ GROUPED = Setup(
     st.booleans(),
 )
 def test_value_propagation(case: AttentionCase, window: int | None, head_mean: bool) -> None:
-    """e~_t = sum over k in (t, t + W] of alpha_kt e_k, per head or with the head mean of alpha."""
+    """e~_t = sum over k in (t, t + W] of alpha_kt e_k, per head or with the head mean of alpha.
+
+    Proves: value propagation (approximate), against explicit attention.
+    """
     call = case.call()
     expected, scale = explicit_propagation(case, call, window, head_mean)
     with blocks_of(case.chunk):
@@ -89,7 +92,10 @@ def test_value_propagation(case: AttentionCase, window: int | None, head_mean: b
 @given(attention_cases(g=1, r=1), WINDOWS)
 @budget(0.25)
 def test_one_head_makes_both_reductions_equal(case: AttentionCase, window: int | None) -> None:
-    """With a single query head the mean of alpha is alpha."""
+    """With a single query head the mean of alpha is alpha.
+
+    Proves: one head makes both reductions equal (exact), against explicit attention.
+    """
     call = case.call()
     assert case.h == 1
     with blocks_of(case.chunk):
@@ -110,7 +116,11 @@ def test_one_head_makes_both_reductions_equal(case: AttentionCase, window: int |
 @example(GROUPED, None)
 @budget(0.25)
 def test_alphatoken_is_direct_plus_propagation(setup: Setup, window: int | None) -> None:
-    """The paper's estimator: diagonal plus Value-Propagation of the self-only errors."""
+    """The paper's estimator: diagonal plus Value-Propagation of the self-only errors.
+
+    Proves: eqs. phi_proxy, phi_tgt_causal, phi_total, app_causal_rank1 (approximate), against
+    ``value_propagation``, ``head_output_errors``.
+    """
     compare_values(
         quiet_score(make_scorer(setup, "alphatoken", window=window), setup.case.batch),
         setup,
@@ -124,7 +134,10 @@ def test_alphatoken_is_direct_plus_propagation(setup: Setup, window: int | None)
 @example(GROUPED, 2)
 @budget(0.15)
 def test_paper_literal(setup: Setup, window: int | None) -> None:
-    """Column sums plus head-mean Value-Propagation of the aggregated errors."""
+    """Column sums plus head-mean Value-Propagation of the aggregated errors.
+
+    Proves: paper literal (approximate), against ``value_propagation``.
+    """
     compare_values(
         quiet_score(make_scorer(setup, "paper_literal", window=window), setup.case.batch),
         setup,
@@ -137,7 +150,10 @@ def test_paper_literal(setup: Setup, window: int | None) -> None:
 @given(setups())
 @budget(0.1)
 def test_no_window_no_causal_part(setup: Setup) -> None:
-    """W = 0: alphatoken is direct, bit by bit."""
+    """W = 0: alphatoken is direct, bit by bit.
+
+    Proves: no window no causal part (exact), against direct, bit by bit.
+    """
     without = quiet_score(make_scorer(setup, "alphatoken", window=0), setup.case.batch)
     direct = quiet_score(make_scorer(setup, "direct"), setup.case.batch)
     assert without.adaptation_causal is not None
@@ -150,7 +166,10 @@ def test_no_window_no_causal_part(setup: Setup) -> None:
 @given(setups())
 @budget(0.1)
 def test_a_window_as_long_as_the_row_is_no_window(setup: Setup) -> None:
-    """W >= T equals W = None."""
+    """W >= T equals W = None.
+
+    Proves: a window as long as the row is no window (approximate), against ``value_propagation``.
+    """
     length = setup.case.batch["labels"].shape[1]
     wide = quiet_score(make_scorer(setup, "alphatoken", window=length), setup.case.batch)
     free = quiet_score(make_scorer(setup, "alphatoken", window=None), setup.case.batch)
@@ -168,7 +187,10 @@ def test_a_window_as_long_as_the_row_is_no_window(setup: Setup) -> None:
 @example(Setup(GROUPED.case, 1))
 @budget(0.2)
 def test_propagation_is_exact_for_the_last_value_projection(setup: Setup) -> None:
-    """K = 1, W = T, per head: the off-diagonal of Psi of the value projection alone."""
+    """K = 1, W = T, per head: the off-diagonal of Psi of the value projection alone.
+
+    Proves: eq. app_aa_causal (exact), against ``exact_influence``, ``value_propagation``.
+    """
     model = setup.case.model()
     linears = scored(setup, ReferenceAdapter(model))
     name = next(n.name for n in linears if n.name.endswith(("v_proj", "qkv_proj")))

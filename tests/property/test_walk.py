@@ -78,7 +78,10 @@ def wanted(setup: Setup, model: nn.Module, steps: int = STEPS) -> Tensor:
 @example(Setup(PADDED), 2)
 @budget(0.1)
 def test_walk_values_are_those_of_a_trained_copy(setup: Setup, steps: int) -> None:
-    """Losses now less losses after n AdamW steps, one validation batch each; weights to the bit."""
+    """Losses now less losses after n AdamW steps, one validation batch each; weights to the bit.
+
+    Proves: walk values are those of a trained copy (exact), against ``walked``, ``walk_values``.
+    """
     model = setup.case.model()
     before, expected = bits(model), wanted(setup, model, steps)
     scorer = Scorer(model, setup.case.validation, config=config(walk_steps=steps))
@@ -116,7 +119,10 @@ def test_an_observed_forward_is_one_of_the_two(setup: Setup) -> None:
 
 
 def test_token_weights_scale_their_token() -> None:
-    """As of every estimator; negative ones too."""
+    """As of every estimator; negative ones too.
+
+    Proves: token weights scale their token (exact), against values without weights.
+    """
     model = ONE.model()
     scorer = Scorer(model, ONE.validation, config=config())
     weights = torch.linspace(-1, 2, ONE.batch["labels"].numel(), dtype=torch.float64)
@@ -127,7 +133,10 @@ def test_token_weights_scale_their_token() -> None:
 
 
 def test_a_forward_with_dropout_is_run_again() -> None:
-    """Values are of the model without dropout, whatever the observed pass drew."""
+    """Values are of the model without dropout, whatever the observed pass drew.
+
+    Proves: a forward with dropout is run again (exact), against ``walked``, ``walk_values``.
+    """
     model = ONE.model()
     expected = wanted(Setup(ONE), model)
     model.add_module("drop", nn.Dropout(0.5))
@@ -166,7 +175,11 @@ def test_scores_that_are_not_the_forwards_are_refused() -> None:
 @example(Setup(TIED))
 @budget(0.05)
 def test_one_short_step_is_the_label_value(setup: Setup) -> None:
-    """n = 1, plain gradient, step eta -> 0: e / eta -> <grad l, G> over all parameters."""
+    """n = 1, plain gradient, step eta -> 0: e / eta -> <grad l, G> over all parameters.
+
+    Proves: one short step is the label value (exact), against ``label_values``,
+    ``validation_gradient``.
+    """
     model = setup.case.model()
     parameters = dict(model.named_parameters())
     validation = list(setup.case.validation[:1])
@@ -188,7 +201,10 @@ def test_one_short_step_is_the_label_value(setup: Setup) -> None:
 def test_a_walk_on_a_quadratic_is_the_filtered_newton_step(
     seed: int, steps: int, share: float
 ) -> None:
-    """D = -(I - (I - eta H)^n) H^-1 G: from eta n G (small eta n h) to Newton (n to infinity)."""
+    """D = -(I - (I - eta H)^n) H^-1 G: from eta n G (small eta n h) to Newton (n to infinity).
+
+    Proves: a walk on a quadratic is the filtered newton step (exact), against closed form.
+    """
     draw = torch.Generator().manual_seed(seed)
     root = torch.randn(5, 5, generator=draw, dtype=torch.float64)
     hessian = root @ root.T + 0.1 * torch.eye(5, dtype=torch.float64)
@@ -209,7 +225,11 @@ def test_a_walk_on_a_quadratic_is_the_filtered_newton_step(
 @given(setups().filter(smooth))
 @budget(0.02)
 def test_a_walk_value_is_the_mean_label_value_along_the_way(setup: Setup) -> None:
-    """e = integral over the way of <grad l, -D>, along the straight line from start to end."""
+    """e = integral over the way of <grad l, -D>, along the straight line from start to end.
+
+    Proves: a walk value is the mean label value along the way (exact), against
+    ``label_values_along``.
+    """
     model = setup.case.model()
     end = trained(setup, model, lr=SHORT)
     along = oracle.label_values_along(model, end, forward_of, setup.case.batch)
@@ -221,7 +241,11 @@ def test_a_walk_value_is_the_mean_label_value_along_the_way(setup: Setup) -> Non
 @given(setups().filter(smooth))
 @budget(0.02)
 def test_first_order_is_off_by_the_curvature_along_the_way(setup: Setup) -> None:
-    """|e - v(-D)| <= max |D' H D| / 2 along the way; M = -D is the scorer's direction."""
+    """|e - v(-D)| <= max |D' H D| / 2 along the way; M = -D is the scorer's direction.
+
+    Proves: first order is off by the curvature along the way (exact), against ``curvature_along``,
+    ``label_values``.
+    """
     model = setup.case.model()
     end = trained(setup, model, lr=SHORT)
     scorer = Scorer(model, setup.case.validation, config=config(walk_learning_rate=SHORT))
@@ -244,7 +268,10 @@ def test_first_order_is_off_by_the_curvature_along_the_way(setup: Setup) -> None
 @given(setups())
 @budget(0.03)
 def test_values_of_a_chain_of_walks_add_up(setup: Setup) -> None:
-    """From a to b and from b to c is from a to c, exactly: each is one loss less another."""
+    """From a to b and from b to c is from a to c, exactly: each is one loss less another.
+
+    Proves: values of a chain of walks add up (exact), against ``walked``.
+    """
     a = setup.case.model()
     b = trained(setup, a)
     c = trained(setup, b)
@@ -297,7 +324,10 @@ def _stepped(model: nn.Module) -> None:
 
 @pytest.mark.parametrize(("refresh", "pinned"), [(0, False), (1, True), (2, False)])
 def test_a_new_walk_is_taken_when_it_is_due(refresh: int, pinned: bool) -> None:
-    """From the start alone, or from where the weights are after every k steps."""
+    """From the start alone, or from where the weights are after every k steps.
+
+    Proves: a new walk is taken when it is due (exact), against ``walked``, ``walk_values``.
+    """
     setup, model = Setup(ONE), ONE.model()
     scorer = Scorer(model, ONE.validation, config=config(walk_refresh=refresh))
     end = trained(setup, model)
@@ -315,7 +345,11 @@ def test_a_new_walk_is_taken_when_it_is_due(refresh: int, pinned: bool) -> None:
 
 
 def test_other_validation_rows_and_a_refresh_take_a_new_walk() -> None:
-    """Each from the weights as they are."""
+    """Each from the weights as they are.
+
+    Proves: other validation rows and a refresh take a new walk (exact), against ``walked``,
+    ``walk_values``.
+    """
     model = ONE.model()
     scorer = Scorer(model, ONE.validation, config=config())
     quiet_score(scorer, ONE.batch)
@@ -333,7 +367,10 @@ def test_other_validation_rows_and_a_refresh_take_a_new_walk() -> None:
 
 
 def test_a_changed_setting_keeps_the_walk() -> None:
-    """A new attribute of a module builds the scorer anew, and the end stays where it was."""
+    """A new attribute of a module builds the scorer anew, and the end stays where it was.
+
+    Proves: a changed setting keeps the walk (exact), against ``walked``, ``walk_values``.
+    """
     setup, model = Setup(ONE), ONE.model()
     scorer = Scorer(model, ONE.validation, config=config())
     end = trained(setup, model)
@@ -399,7 +436,11 @@ def test_walks_of_two_threads_wait_for_each_other() -> None:
 
 
 def test_a_walk_on_pairs_lowers_the_preference_loss() -> None:
-    """Its gradient is that of the preference objective, step by step."""
+    """Its gradient is that of the preference objective, step by step.
+
+    Proves: a walk on pairs lowers the preference loss (exact), against ``walk_values``, steps on
+    the preference objective.
+    """
     model, plain = ONE.model(), ONE.model()
     chosen, rejected = ONE.batch, {**ONE.batch, "input_ids": ONE.batch["input_ids"].flip(0)}
     rejected["labels"] = torch.where(
@@ -428,7 +469,10 @@ def rows_of(seed: int) -> dict[str, Tensor]:
 
 
 def test_weights_in_16_bits_walk_in_float32() -> None:
-    """Forty steps that are each smaller than a weight's rounding still move it, as in float32."""
+    """Forty steps that are each smaller than a weight's rounding still move it, as in float32.
+
+    Proves: weights in 16 bits walk in float32 (exact), against the walk in float32.
+    """
     ends = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = llama().bfloat16().to(dtype)
@@ -443,7 +487,11 @@ def test_weights_in_16_bits_walk_in_float32() -> None:
 
 
 def test_autocast_keeps_no_cast_of_weights_that_moved() -> None:
-    """Under an autocast of the caller's, which caches casts, as without one."""
+    """Under an autocast of the caller's, which caches casts, as without one.
+
+    Proves: autocast keeps no cast of weights that moved (approximate), against values without
+    autocast.
+    """
     model, batch = llama(), rows_of(2)
     scorer = Scorer(model, rows_of(1), config=config(walk_steps=8))
     with quiet():
@@ -487,7 +535,10 @@ def test_weights_come_back_after_an_exception() -> None:
 
 
 def test_a_walk_that_climbs_is_said() -> None:
-    """A rate so high that the validation loss rises, by half or far; not one that lowers it."""
+    """A rate so high that the validation loss rises, by half or far; not one that lowers it.
+
+    Proves: a walk that climbs is said (exact), against the validation loss.
+    """
     for rate, said in ((1.0, 1), (5.0, 1), (1e-3, 0)):
         scorer = Scorer(ONE.model(), ONE.validation, config=config(walk_learning_rate=rate))
         with warnings.catch_warnings(record=True) as caught:

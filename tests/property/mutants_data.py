@@ -1,0 +1,184 @@
+"""Errors in what reads and ranks corpora, and in diagnostics."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from tests.property import test_collected_pairs, test_corpus, test_queries
+from tests.property import test_diagnose_arithmetic as tests
+from tests.property.decoder import DecoderConfig
+from tests.property.mutation import claim, row
+
+# --- corpora of any size -------------------------------------------------------------------------
+
+
+RATIOS = st.sampled_from([0.1, 0.25, 0.5, 0.9])
+SHARE = claim(
+    test_corpus.test_top_mask,
+    st.lists(test_corpus.NUMBERS, min_size=6, max_size=30),
+    RATIOS,
+    examples=150,
+)
+BEST = claim(
+    test_corpus.test_best_rows,
+    st.lists(st.tuples(test_corpus.NUMBERS, st.integers(1, 9)), min_size=4, max_size=30),
+    RATIOS,
+    examples=150,
+)
+PLACES = claim(
+    test_corpus.test_rows_from_any_place,
+    test_corpus.lines(8),
+    st.sampled_from([2, 3, 5]),
+    st.integers(0, 7),
+    st.integers(1, 20),
+    examples=150,
+)
+SPLIT = claim(
+    test_corpus.test_corpus,
+    test_corpus.lines(8),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=3),
+    st.integers(0, 3),
+    st.integers(0, 5),
+    st.integers(1, 7),
+    examples=150,
+)
+MARKED = claim(
+    test_corpus.test_marked_turns,
+    st.lists(
+        st.tuples(
+            st.text("abc", min_size=1, max_size=3),
+            st.sampled_from(["weight", "trainable"]),
+            st.sampled_from([0, 1]),
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+    st.just(["system", "conversations"]),
+    examples=20,
+)
+QUERIES = claim(test_queries.test_each_query_has_the_values_that_it_has_alone, examples=1)
+
+
+CORPORA = (
+    row("queries-exchanged", QUERIES,
+        "the values against the last query are those of the first one",
+        ("score.engines._values_by_query", "values.by_batch()", "values.by_batch().flip(-1)")),
+    row("rows-that-say-the-same-are-left-out", QUERIES,
+        "a training row that repeats a query is removed, as one that repeats a validation row is",
+        ("score.job.prepare_rows", "if not options.query", "if True")),
+    row("last-ties-of-all", SHARE,
+        "of equal values at the threshold the last ones are kept",
+        ("select.masks.top_mask", "== edge)[: count", "== edge)[::-1][: count")),
+    row("one-row-over-the-budget", BEST,
+        "the row at which the budget ends is kept too",
+        ("score.kept_rows.best_rows", "max(1, count)", "count + 1")),
+    row("the-last-of-equal-rows", BEST,
+        "of rows of equal value the last ones are kept",
+        ("score.kept_rows._ranked",
+         'np.argsort(-values, kind="stable")', 'np.argsort(values, kind="stable")[::-1]')),
+    row("rows-counted-from-the-mark", PLACES,
+        "the rows between the mark and the first that is asked for are not passed over",
+        ("data.source._read_lines", "if index >= start:", "if index >= 0:")),
+    row("blank-lines-are-rows", PLACES,
+        "a blank line counts as a row while rows are read, though not when they were counted",
+        ("data.source._read_lines", "if is_blank(raw):", "if raw is None:")),
+    row("line-numbers-from-the-mark", PLACES,
+        "places are counted from the mark on",
+        ("data.source._read_lines", "enumerate(file, start=line)", "enumerate(file, start=1)")),
+    row("drawn-rows-are-trained-on", SPLIT,
+        "rows that were drawn for validation are valued where no other rule removes them",
+        ("score.rows.Corpus._outcome", "if row.index in self.drawn:", "if False:")),
+    row("repeats-of-the-fisher-stay", SPLIT,
+        "rows that the Fisher was fitted on are valued",
+        ("score.rows.Corpus._outcome", '"fisher": self.fisher', '"fisher": frozenset()')),
+    row("marked-turns-are-learned", MARKED,
+        "turns that the data mark as not to be trained on have labels",
+        ("data.encode._encode", "row.turns[i].learned and ", "")),
+    row("null-is-a-column", MARKED,
+        "a column that is null counts as present",
+        ("data.survey.Columns.__init__", "if v is not None and", "if")),
+)  # fmt: skip
+
+
+# --- pairs of Value-Propagation that a training run collects -------------------------------------
+
+
+LOOKED = claim(
+    test_collected_pairs.test_weights_and_deviations_of_pairs,
+    DecoderConfig(layers=2, heads=4, kv_heads=2),
+    st.integers(0, 9),
+    st.sampled_from([1, 3]),
+    examples=3,
+)
+COUNTED = claim(test_collected_pairs.test_counts_of_pairs, st.integers(0, 99), 30, examples=3)
+SHARED = claim(
+    test_collected_pairs.test_shares_above_powers_of_ten,
+    st.integers(0, 99),
+    st.sampled_from([0.001, 0.1]),
+    examples=6,
+)
+
+
+COLLECTED_PAIRS = (
+    row("deviation-not-normalised", LOOKED,
+        "the deviation of a pair is not divided by the square root of the head's width",
+        ("diagnose.pairs._deviation", "/ width**0.5", "")),
+    row("deviation-from-the-own-output", LOOKED,
+        "a token's value is compared with the output at its own position, not the later one",
+        ("diagnose.pairs._deviation", "output[row, :, k]", "output[row, :, t]")),
+    row("attention-transposed", LOOKED,
+        "the weight of a pair is that of the earlier position on the later one",
+        ("diagnose.pairs._select",
+         "alpha = statistics.weights(block).flatten(1, 2)[row, :, at, column]",
+         "alpha = statistics.weights(block).flatten(1, 2)[row, :, column, at]")),
+    row("pairs-window-one-wider", LOOKED,
+        "pairs are collected one position beyond the window",
+        ("diagnose.pairs._select", "(k <= t + window)", "(k <= t + window + 1)")),
+    row("cells-transposed", COUNTED,
+        "cells of weight and deviation change places",
+        ("diagnose.pairs.PairCounts.of",
+         "columns[0], columns[1], bins", "columns[1], columns[0], bins")),
+    row("risk-without-deviation", COUNTED,
+        "the risk of a pair is its weight alone",
+        ("diagnose.pairs.PairCounts.of", "(weight * away, RISK)", "(weight, RISK)")),
+    row("masked-pairs-counted", COUNTED,
+        "pairs that a mask hides are counted with the smallest weight",
+        ("diagnose.pairs.PairCounts.of", "visible = alpha > 0", "visible = alpha >= 0")),
+    row("shares-of-a-cell-less", SHARED,
+        "the first cell at a level is left out of the share above it",
+        ("diagnose.pairs.PairCounts.share_above",
+         "self.risk[max(first, 0) :]", "self.risk[max(first, 0) + 1 :]")),
+)  # fmt: skip
+
+
+# --- the diagnostic that compares arithmetics ----------------------------------------------------
+
+
+SCORED = claim(tests.test_each_arithmetic_has_the_scorers_values, "alphatoken", tested=True)
+UNMOVED = claim(tests.test_a_model_that_has_not_moved_drifts_in_no_arithmetic)
+NUMBERS = claim(tests.test_the_four_numbers_by_hand)
+REDRAWN = claim(tests.test_what_other_rows_change_is_counted_draw_by_draw)
+PLANTED = claim(tests.test_planted_rounding_turns_the_verdict)
+
+
+ARITHMETICS = (
+    row("autocast-never-on", SCORED,
+        "values under autocast are those of float32",
+        ("diagnose.arithmetic.Arithmetic.used", "enabled=self.autocast", "enabled=False")),
+    row("buffers-rounded-with-the-weights", SCORED,
+        "tables of angles are rounded, which loading in 16 bits leaves alone",
+        ("diagnose.arithmetic._with_weights", "return copied", "return copied.to(dtype)")),
+    row("rounded-weights-from-a-reference-that-is-not", UNMOVED,
+        "the rounding of the weights is taken for drift",
+        ("diagnose.arithmetic._values", "reference=rounded", "reference=retention.reference")),
+    row("error-relative-to-the-narrow-values", NUMBERS,
+        "the error is divided by the norm of the values that have it",
+        ("diagnose.statistics.relative_error", "norm(truth)", "norm(values)")),
+    row("decisions-that-stand-counted-as-reversed", REDRAWN,
+        "the share of the draws that keep a kept token counts as its reversals",
+        ("diagnose.arithmetic.redrawn_changes",
+         "1 - keep_share, keep_share", "keep_share, 1 - keep_share")),
+    row("good-enough-turned", PLANTED,
+        "an arithmetic that changes more decisions than other rows do is good enough",
+        ("diagnose.arithmetic._record", "changed < redrawn.value", "changed > redrawn.value")),
+)  # fmt: skip
