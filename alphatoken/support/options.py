@@ -39,11 +39,11 @@ class Limits:
 
     @property
     def ranged(self) -> bool:
-        """Whether a number must lie in a range."""
+        """True if a number must lie in a range."""
         return any(end is not None for end in (self.at_least, self.above, self.at_most, self.below))
 
     def holds(self, number: Any) -> bool:
-        """Whether a number lies in the range."""
+        """True if a number lies in the range."""
         return (
             not isinstance(number, bool)  # True is an int: window=True would mean 1
             and (self.at_least is None or number >= self.at_least)
