@@ -102,7 +102,7 @@ def test_rows_that_an_adapter_adds_to_the_embedding_are_loaded(
     assert model.get_output_embeddings().weight.shape[0] == size + 1
     words = ["merge", "--before", str(base), "--adapter", str(lora)]
     assert main([*words, "--alpha", "0.5", "--output_dir", str(tmp_path / "half")]) == 2
-    assert f"{size + 1} rows, {size} in the base, alpha 0.5" in capsys.readouterr().err
+    assert f"{size} rows before training, {size + 1} after it" in capsys.readouterr().err
     assert main([*words, "--alpha", "1", "--output_dir", str(tmp_path / "whole")]) == 0
     merged: Any = load_causal_model(tmp_path / "whole", device="cpu")
     ids = torch.tensor([[1, size]])

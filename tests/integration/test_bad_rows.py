@@ -156,21 +156,13 @@ def test_a_token_is_known_where_the_embedding_has_a_row(model: Path) -> None:
         made(row, tokenizer, EncodeOptions(vocabulary=len(tokenizer)))
 
 
-MEASURING = {
-    "evaluate": ["evaluate", "{model}"],
-    "merge": ["merge", "--before", "{model}", "--after", "{model}"],
-}
-
-
-@pytest.mark.parametrize("command", MEASURING)
 def test_rows_that_are_not_measured_are_counted(
-    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Empty ones, and those that the length cuts: that of the model where none is given."""
     long = chat("1+1=", "2" * 600), chat("1" * 600, "2")
     rows, _ = files(tmp_path, chat("1" * 40, ""), *long)
-    words = [word.format(model=model) for word in MEASURING[command]]
-    words += ["--target_file", rows]
+    words = ["evaluate", str(model), "--target_file", rows]
     assert main([*words, "--output_dir", str(tmp_path / "out")]) == 0
     said = "note: rows.jsonl: 2 of 13 have no response within the length and are not measured; "
     assert said + "1 sequences are cut at the length" in capsys.readouterr().err
@@ -178,14 +170,19 @@ def test_rows_that_are_not_measured_are_counted(
     assert "max_length is more than the model allows" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", MEASURING)
 def test_columns_are_named_and_left_aside_where_rows_are_measured(
-    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [{"ask": "1+1=", "say": "2.", "functions": "add"}] * 2
     rows = jsonl(tmp_path / "rows.jsonl", records)
-    words = [word.format(model=model) for word in MEASURING[command]]
-    words += ["--target_file", str(rows), "--output_dir", str(tmp_path / "out")]
+    words = [
+        "evaluate",
+        str(model),
+        "--target_file",
+        str(rows),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     remedies = {
         "--prompt_column": "ask", "--response_column": "say", "--unread_columns": "functions",
     }  # fmt: skip

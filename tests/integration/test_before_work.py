@@ -105,17 +105,6 @@ def test_an_earlier_run_is_refused_before_rows_are_read(
     assert (out / "run.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize("option", ["--target_file", "--retention_file"])
-def test_measured_rows_are_read_before_a_merge(option: str, tmp_path: Path, said: Any) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"frage": 1}\n')
-    words = words_of("merge", "", tmp_path / "out")
-    assert said(*words, option, tmp_path / "none.jsonl")[0] == 2
-    status, message = said(*words, option, bad)
-    assert status == 2
-    assert "frage" in message
-
-
 def test_a_full_disk_is_no_wrong_input(tmp_path: Path) -> None:
     """The command's status is that of a file's error."""
     from alphatoken.cli.program import Program

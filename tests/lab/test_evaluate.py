@@ -12,8 +12,8 @@ import yaml
 from tokenizers.normalizers import Lowercase
 
 from alphatoken.data import encode_rows, read_rows
+from alphatoken.model import loading
 from alphatoken.model.loading import load_causal_model, load_tokenizer
-from alphatoken.train import loading
 from alphatoken_lab.measure.losses import mean_response_loss
 from tests.both_programs import main
 from tests.rows import jsonl

@@ -51,6 +51,7 @@ def test_ends_are_the_models_bitwise_and_the_middle_is_the_formula() -> None:
 
 
 def test_by_hand() -> None:
+    """Proves: WiSE-FT (exact), against numbers by hand."""
     before, after = torch.tensor([1.0, 2.0, -4.0]), torch.tensor([5.0, 2.0, 0.0])
     assert interpolate(before, after, 0.25).tolist() == [2.0, 2.0, -3.0]
     ends = torch.tensor([-0.0, 1.0]), torch.tensor([1.0, float("inf")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 
 from alphatoken.diagnose.registry import DIAGNOSTICS, find
 from alphatoken.errors import ConfigError
+from alphatoken.support.options import limits_of
 
 NAMES = [entry.name for entry in DIAGNOSTICS]
-BEYOND = {"least": -1, "above": 0, "most": 1, "below": 0}
+BEYOND = {"at_least": -1, "above": 0, "at_most": 1, "below": 0}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -19,10 +21,13 @@ def test_every_option_has_its_help_and_every_number_its_limits(name: str) -> Non
     made = find(name).load().Options
     for one in fields(made):
         assert one.metadata["help"]
-        assert "str" in str(one.type) or "bool" in str(one.type) or BEYOND.keys() & one.metadata
-        for limit in BEYOND.keys() & one.metadata:
+        limits = limits_of(one)
+        ends = {name: getattr(limits, name) for name in BEYOND}
+        ends = {name: end for name, end in ends.items() if end not in (None, math.inf)}
+        assert "str" in str(one.type) or "bool" in str(one.type) or ends
+        for limit, end in ends.items():
             kind = float if "float" in str(one.type) else int
-            wrong: Any = kind(one.metadata[limit] + BEYOND[limit])
+            wrong: Any = kind(end + BEYOND[limit])
             with pytest.raises(ConfigError, match=f"{one.name} must be"):
                 made(**{one.name: (wrong,) if "tuple" in str(one.type) else wrong})
 
