@@ -223,7 +223,7 @@ class Check:
         tolerance: what the model's arithmetic allows.
         where: the token or row, in words.
         parameter: the linear map or parameter that the difference comes from, where it is known.
-        found: what the scorer returned.
+        actual: what the scorer returned.
         expected: what the oracle says.
     """
 
@@ -232,7 +232,7 @@ class Check:
     tolerance: float
     where: str = ""
     parameter: str | None = None
-    found: float = math.nan
+    actual: float = math.nan
     expected: float = math.nan
 
     @property
@@ -244,7 +244,7 @@ class Check:
         place = ", ".join(part for part in (self.where, self.parameter or "") if part)
         numbers = ""
         if not math.isnan(self.expected):
-            numbers = f": {self.found:.6g} where the oracle has {self.expected:.6g}"
+            numbers = f": {self.actual:.6g} where the oracle has {self.expected:.6g}"
         return (
             f"{self.component}{' at ' if place else ''}{place}{numbers}; off by "
             f"{self.error:.1e} of the absolute terms (tolerance {self.tolerance:.0e})"

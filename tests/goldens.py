@@ -113,7 +113,7 @@ def observed_values(scorer: Any, model: nn.Module, batch: Mapping[str, Tensor], 
 def numbers_of_certificate(certificate: Any) -> dict[str, object]:
     """Errors and tolerances of a certificate, and the numbers that it compared last."""
     errors: dict[str, object] = {
-        check.component: [check.error, check.tolerance, check.found, check.expected]
+        check.component: [check.error, check.tolerance, check.actual, check.expected]
         for check in certificate.checks
     }
     return {**errors, "tokens": certificate.tokens, "stated_error": certificate.stated_error}

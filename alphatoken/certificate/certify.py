@@ -76,7 +76,7 @@ def certify(
         )
     start = time.monotonic()
     weights = {"token_weights": token_weights, "step_weights": step_weights}
-    found = _ways(scorer, batch, weights)
+    by_way = _ways(scorer, batch, weights)
     if fisher_file is not None:
         arguments = replace(arguments, retention=read_drift(fisher_file))
     oracle = Oracle(arguments, batch, **weights)
@@ -86,11 +86,11 @@ def certify(
     expected = oracle.expect(sampled, tracker)
     tracker.report(count)
     row, tolerance = expected.arithmetic
-    stated = max(values.error for values in found.values())
+    stated = max(values.error for values in by_way.values())
     direction = scorer.direction_for(batch, step_weights=step_weights)
     checks = [
         replace(c, tolerance=tolerance + 3 * stated * (c.component in expected.components))
-        for c in _checks(batch, direction, found, expected)
+        for c in _checks(batch, direction, by_way, expected)
     ]
     if not all(check.passed for check in checks):
         # The fault that is to be named may stop this as well.
@@ -101,12 +101,12 @@ def certify(
         estimator=arguments.config.estimator,
         checks=tuple(checks),
         tokens=count,
-        compared=int(expected.seen.sum()),
+        compared=int(expected.compared.sum()),
         batch_tokens=int(expected.mask.sum()),
         arithmetic=row,
         seconds=time.monotonic() - start,
         dtype=str(next(iter(oracle.scope.parameters.values())).dtype).removeprefix("torch."),
-        derivative=found["score"].derivative,
+        derivative=by_way["score"].derivative,
         stated_error=stated,
     )
 
@@ -125,7 +125,7 @@ def _ways(
     scorer: Scorer, batch: Mapping[str, Any], weights: Mapping[str, Tensor | None]
 ) -> dict[str, TokenValues]:
     """Values that the user gets, by every way to them."""
-    found = {
+    by_way = {
         "score": scorer.score(batch, components=True, **weights),
         "score, total alone": scorer.score(batch, components=False, **weights),
     }
@@ -133,8 +133,8 @@ def _ways(
     with evaluation_mode(scorer.adapter.model), scorer.observe() as observed:
         with torch.enable_grad():
             scores = scorer.adapter.forward(inputs)
-        found["observe"] = observed.values(scores, batch["labels"], components=True, **weights)
-    return found
+        by_way["observe"] = observed.values(scores, batch["labels"], components=True, **weights)
+    return by_way
 
 
 # --- comparing -----------------------------------------------------------------------------------
@@ -143,12 +143,14 @@ def _ways(
 def _checks(
     batch: Mapping[str, Any],
     direction: Direction,
-    found: Mapping[str, TokenValues],
+    by_way: Mapping[str, TokenValues],
     expected: Expected,
 ) -> list[Check]:
     """The worst entry of each component over all ways; tolerances are filled in later."""
     every = [
-        check for way, values in found.items() for check in _of_values(way, values, batch, expected)
+        check
+        for way, values in by_way.items()
+        for check in _of_values(way, values, batch, expected)
     ]
     every += _of_direction(direction, expected)
     every.append(Check("attention", expected.attention_error, 0.0))
@@ -197,7 +199,7 @@ def _of_tokens(
 ) -> Check:
     """Every compared token, and every place that is no response token, which must hold 0."""
     values = got.detach().double().cpu()
-    compared = expected.seen | ~expected.mask
+    compared = expected.compared | ~expected.mask
     places = compared.nonzero()
     at, error = _worst(values[compared], entry.value[compared], entry.scale[compared])
     row, token = places[at].tolist()
@@ -207,13 +209,13 @@ def _of_tokens(
     )
 
 
-def _worst(found: Tensor, expected: Tensor, scale: Tensor) -> tuple[int, float]:
+def _worst(values: Tensor, expected: Tensor, scale: Tensor) -> tuple[int, float]:
     """(index, error) of the entry that is farthest off, relative to its own scale.
 
     Rounding errors differ in sign and size from entry to entry, a fault shows in many: four times
     the root mean square over the entries counts where it is more.
     """
-    away = (found.double() - expected.double()).abs()
+    away = (values.double() - expected.double()).abs()
     relative = torch.where(away == 0, 0.0, away / scale.double())
     relative = relative.masked_fill(relative.isnan(), torch.inf)
     index, several = int(relative.argmax()), relative[scale > 0]
@@ -229,8 +231,8 @@ def _of_direction(direction: Direction, expected: Expected) -> Iterator[Check]:
     """The scorer's own M against the oracle's, parameter by parameter."""
     owners = {alias: name for name, aliases in expected.names.items() for alias in aliases}
     for name in SIDES:
-        found, exact = getattr(direction, name) or {}, expected.direction.get(name, {})
-        keys = {owners.get(n, n): n for n in found}
+        matrices, exact = getattr(direction, name) or {}, expected.direction.get(name, {})
+        keys = {owners.get(n, n): n for n in matrices}
         missing = set(keys) ^ set(exact)
         where = f"{name}, {min(missing)}" if missing else ""
         yield Check("scope", math.inf if missing else 0.0, 0.0, where)
@@ -239,7 +241,7 @@ def _of_direction(direction: Direction, expected: Expected) -> Iterator[Check]:
         usual = math.hypot(*sizes) / max(1, len(sizes)) ** 0.5
         for parameter, m in exact.items() if not missing else ():
             size = float(m.norm()) + usual
-            away = float((found[keys[parameter]].double() - m).norm())
+            away = float((matrices[keys[parameter]].double() - m).norm())
             error = away / size if size > 0 else (math.inf if away else 0.0)
             yield Check(f"direction ({name})", error, 0.0, "", parameter)
 
@@ -261,7 +263,7 @@ def _named(check: Check, inside: Mapping[str, Mapping[str, Tensor]], expected: E
         for parameter, values in parts.items():
             if wanted is not None and parameter in wanted.by:
                 moved = values if not part else to_token_index(values)
-                difference = (moved - wanted.by[parameter])[expected.seen].abs()
+                difference = (moved - wanted.by[parameter])[expected.compared].abs()
                 away[parameter] = away.get(parameter, 0.0) + float(difference.sum())
     worst = max(away, key=lambda name: away[name], default=None)
     return check if worst is None or away[worst] == 0 else replace(check, parameter=worst)

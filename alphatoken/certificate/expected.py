@@ -48,13 +48,13 @@ class Entry:
 
     @classmethod
     def zero(cls, shape: torch.Size, names: Collection[str]) -> Entry:
-        """Nothing, for each of the names."""
+        """Zero values of this shape, whole and for each name."""
         value, scale, *by = (torch.zeros(shape, dtype=torch.float64) for _ in (0, 1, *names))
         return cls(value, scale, dict(zip(names, by, strict=True)))
 
     @classmethod
     def of(cls, parts: readouts.Parts, shape: torch.Size) -> Entry:
-        """The sum of what the linear maps contribute."""
+        """The sum of the linear maps' contributions."""
         whole = cls.zero(shape, ())
         value, scale = whole.value, whole.scale
         for name in parts.value:
@@ -74,7 +74,7 @@ class Entry:
         return Entry(factor * self.value, abs(factor) * self.scale, by)
 
     def map(self, move: Callable[[Tensor], Tensor]) -> Entry:
-        """The same function of all three."""
+        """Applies ``move`` to the values, the scale and each part of ``by``."""
         return Entry(move(self.value), move(self.scale), {n: move(v) for n, v in self.by.items()})
 
 
@@ -83,7 +83,7 @@ Entries = dict[str, Entry]
 
 
 def loosened(entries: Entries, more: Entries) -> Entries:
-    """The same values, with the absolute terms of ``more`` beside their own."""
+    """Widens the error scale of each entry by that of ``more``; values stay."""
     return {n: Entry(e.value, e.scale + more[n].scale, e.by) for n, e in entries.items()}
 
 
@@ -93,7 +93,7 @@ class Expected:
 
     Attributes:
         mask: response tokens (b, t).
-        seen: tokens that are compared, (b, t).
+        compared: tokens that are compared, (b, t).
         components: name (as in ``TokenValues``) -> entry by token; None where it must be None.
         unassigned: by row.
         direction: P o G and P o V, by side.
@@ -105,7 +105,7 @@ class Expected:
     """
 
     mask: Tensor
-    seen: Tensor
+    compared: Tensor
     components: dict[str, Entry | None]
     unassigned: Entry
     direction: dict[str, Matrices]
@@ -170,17 +170,17 @@ class Oracle:
 
     def direction(self) -> dict[str, Matrices]:
         """``G`` and ``V``, before P."""
-        arguments, found = self.arguments, dict[str, Matrices]()
+        arguments, gradients = self.arguments, dict[str, Matrices]()
         if arguments.config.objective != "stability":
-            found["adaptation"] = self._gradient(arguments.validation)
+            gradients["adaptation"] = self._gradient(arguments.validation)
         if arguments.config.objective != "adaptation" and arguments.retention is not None:
             if isinstance(arguments.retention, composite.Drift):
-                found["stability"] = composite.fisher_drift(
+                gradients["stability"] = composite.fisher_drift(
                     arguments.retention, self.scope.parameters, self.names.__getitem__
                 )
             else:
-                found["stability"] = self._gradient(arguments.retention)
-        return found
+                gradients["stability"] = self._gradient(arguments.retention)
+        return gradients
 
     def _gradient(self, items: Any) -> Matrices:
         listed = [items] if isinstance(items, (Mapping, composite.Pairs)) else items
@@ -202,18 +202,18 @@ class Oracle:
             if self.step_weights is not None:
                 weights = self.step_weights[tuple(self.places.T)].to(self.losses)
             gradients = self._gradients((weights.detach() * self.losses).sum())
-        found = composite.adam_scale(
+        scales = composite.adam_scale(
             self.arguments.optimizer, parameters, gradients, after=config.precondition_after
         )
-        return found or {}
+        return scales or {}
 
     def _gradients(self, loss: Tensor) -> Matrices:
         parameters = self.scope.parameters
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             loss, [*parameters.values()], retain_graph=True, allow_unused=True,
             materialize_grads=True,
         )  # fmt: skip
-        return dict(zip(parameters, found, strict=True))
+        return dict(zip(parameters, gradients, strict=True))
 
     def _preconditioned(self, side: Matrices, p: Matrices) -> Matrices:
         factors, damping = self.arguments.influence, self.arguments.config.damping
@@ -286,7 +286,7 @@ class Oracle:
         for side, parts in along(weighted.sum()).items():
             value, size = map(sum, zip(*parts.values(), strict=True))
             sums[side] = (float(value), float(size))
-        return self._answer(entries, {}, {}, seen=self._sampled, sums=sums)
+        return self._answer(entries, {}, {}, compared=self._sampled, sums=sums)
 
     def _columns(self, trace: readouts.Trace) -> Expected:
         """Direct and causal columns of every position; direct ones of some tokens one by one."""
@@ -350,7 +350,7 @@ class Oracle:
             left = columns.value.sum(-1) - assigned.sum(-1)
             rest[side] = Entry(left, columns.scale.sum(-1))
         return self._answer(
-            one, two, rest, seen=self.mask, own_error=own_error, attention_error=attention_error
+            one, two, rest, compared=self.mask, own_error=own_error, attention_error=attention_error
         )
 
     def _causal(self, trace: readouts.Trace, heads: Sequence[Tensor | None], read: Any) -> Entries:
@@ -362,8 +362,8 @@ class Oracle:
             errors, spread = readouts.propagated_errors(
                 trace, heads, window=config.window, head_reduction=reduction
             )
-        found: Entries = read(trace, errors, spread)
-        return found
+        entries: Entries = read(trace, errors, spread)
+        return entries
 
     def _replace_sampled(
         self, direct: Entries, by_id: Mapping[str, dict[int, Tensor]], trace: readouts.Trace
@@ -406,11 +406,11 @@ class Oracle:
         """
         targets = [*(use.s for use in trace.linears), *also]
         live = [index for index, target in enumerate(targets) if target.requires_grad]
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             loss, [targets[index] for index in live], retain_graph=True, allow_unused=True
         )
         errors: list[Tensor | None] = [None] * len(targets)
-        for index, error in zip(live, found, strict=True):
+        for index, error in zip(live, gradients, strict=True):
             errors[index] = error
         return errors
 
@@ -439,7 +439,7 @@ class Oracle:
 
         return entry.map(move)
 
-    def _answer(self, direct: Entries, causal: Entries, rest: Entries, **found: Any) -> Expected:
+    def _answer(self, direct: Entries, causal: Entries, rest: Entries, **others: Any) -> Expected:
         """Entries by token, and what no token has by row, put together."""
         split = self.arguments.config.estimator in _SPLIT
         zero, components, sides = Entry.zero(self._shape, ()), dict[str, Entry | None](), Entries()
@@ -456,7 +456,7 @@ class Oracle:
             direction=self.sides,
             names=self.names,
             arithmetic=self.arithmetic,
-            **found,
+            **others,
         )
 
     def _total(self, sides: Entries, zero: Entry) -> Entry:
@@ -467,11 +467,11 @@ class Oracle:
 
 def _inner(gradients: Matrices, side: Matrices) -> dict[str, tuple[float, float]]:
     """Inner product ``<g, M>`` by parameter, and the sum of its absolute terms."""
-    found = {}
+    products = {}
     for name, g in gradients.items():
         terms = g.double() * side[name]
-        found[name] = (float(terms.sum()), float(terms.abs().sum()))
-    return found
+        products[name] = (float(terms.sum()), float(terms.abs().sum()))
+    return products
 
 
 @contextmanager

@@ -96,27 +96,27 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
     recipes = recipes_of(words)
     for recipe in recipes:
         _set_defaults(parser, recipe, command)
-    found, unknown = parser.parse_known_args(list(words))
+    options, unknown = parser.parse_known_args(list(words))
     if unknown:
         raise _unknown(unknown[0], parser, "the command line")
-    _apply_null_and_source(found, words)
-    template = getattr(found, "chat_template_path", None)  # dpo has none
+    _apply_null_and_source(options, words)
+    template = getattr(options, "chat_template_path", None)  # dpo has none
     if template is not None:
-        found.chat_template_path = packaged_file(template) or template
+        options.chat_template_path = packaged_file(template) or template
     said = [{name.replace("-", "_") for name in recipe.options} for recipe in recipes]
     named_policies = {str(r.options["policy"]) for r in recipes if "policy" in r.options}
     said.append(_named(words))
-    if named_policies - {found.policy} and "policy_options" in _earlier(said, {"policy"}):
-        found.policy_options = None  # of another method
-    unread = _give_way(found, training, said)
-    found.datasets = _mixture(found)
-    made = [_make(kind, found) for kind in parser.dataclass_types]
+    if named_policies - {options.policy} and "policy_options" in _earlier(said, {"policy"}):
+        options.policy_options = None  # of another method
+    unread = _give_way(options, training, said)
+    options.datasets = _mixture(options)
+    made = [_make(kind, options) for kind in parser.dataclass_types]
     run, data, config, model = made
     for name, _ in list(data.unread_of_fisher(reads_fisher=config.reads_fisher)):
         # A recipe serves several objectives, as a grid's does; what is typed is meant.
         if name not in _named(words):
             unread = (*unread, name)
-            for place in (found, data):
+            for place in (options, data):
                 setattr(place, name, None)
     return Arguments(command, data, config, model, run, tuple(words), unread)
 
@@ -133,38 +133,38 @@ def _earlier(said: Sequence[set[str]], deciding: set[str]) -> set[str]:
 
 
 def _give_way(
-    found: argparse.Namespace, training: Any, said: Sequence[set[str]]
+    options: argparse.Namespace, training: Any, said: Sequence[set[str]]
 ) -> tuple[str, ...]:
     """Reset options that were said for another policy or estimator than a later one; their names.
 
     Args:
-        found: all options, which are changed.
+        options: all of them; changed in place.
         training: configuration class of the trainer.
         said: the options that each recipe names, in their order, then those of the command line.
     """
     changed = []
-    stands_for = "estimator" in STANDS_FOR.get(found.policy, ())
+    stands_for = "estimator" in STANDS_FOR.get(options.policy, ())
     for neutral, deciding in (
-        (unread_options(vars(found), training.FAMILY), {"policy"}),
-        (unread_by_estimator(vars(found)), {"estimator", *(["policy"] if stands_for else [])}),
+        (unread_options(vars(options), training.FAMILY), {"policy"}),
+        (unread_by_estimator(vars(options)), {"estimator", *(["policy"] if stands_for else [])}),
     ):
         for name in _earlier(said, deciding) & set(neutral):
-            if getattr(found, name) != neutral[name]:
-                setattr(found, name, neutral[name])
+            if getattr(options, name) != neutral[name]:
+                setattr(options, name, neutral[name])
                 changed.append(name)
     return tuple(sorted(changed))
 
 
-def _apply_null_and_source(found: argparse.Namespace, words: Sequence[str]) -> None:
+def _apply_null_and_source(options: argparse.Namespace, words: Sequence[str]) -> None:
     """Text "null" where an option may be none; and rows named here instead of the recipe's."""
     for one in dataclasses.fields(DataArguments):
-        if one.default is None and getattr(found, one.name) in ("null", "none"):
-            setattr(found, one.name, None)
-    given = _named(words)
-    named = {name for name in SOURCES if name in given and getattr(found, name)}
+        if one.default is None and getattr(options, one.name) in ("null", "none"):
+            setattr(options, one.name, None)
+    typed_names = _named(words)
+    named = {name for name in SOURCES if name in typed_names and getattr(options, name)}
     for name in SOURCES if named else ():
-        if name not in given:
-            setattr(found, name, [] if name == "datasets" else None)
+        if name not in typed_names:
+            setattr(options, name, [] if name == "datasets" else None)
 
 
 def _set_defaults(parser: _Parser, recipe: Recipe, command: str) -> None:
@@ -175,17 +175,17 @@ def _set_defaults(parser: _Parser, recipe: Recipe, command: str) -> None:
             got=f"{recipe.name} is for `alphatoken {recipe.command}`",
             remedy=f"alphatoken {recipe.command} --config {recipe.name}",
         )
-    known = {action.dest for action in parser._actions}
+    option_names = {action.dest for action in parser._actions}
     options = {name.replace("-", "_"): value for name, value in recipe.options.items()}
     for name in options:
-        if name not in known:
+        if name not in option_names:
             raise _unknown(name, parser, recipe.path.name)
     parser.set_defaults_with_config(**options)
 
 
 def _unknown(word: str, parser: _Parser, place: str) -> ConfigError:
     name = word.split("=")[0].lstrip("-").replace("-", "_")
-    known = [action.dest for action in parser._actions]
+    option_names = [action.dest for action in parser._actions]
     today = RENAMED.get(name)
     what = (
         "there is no such option"
@@ -196,32 +196,32 @@ def _unknown(word: str, parser: _Parser, place: str) -> ConfigError:
         what,
         got=f"{word} in {place}",
         remedy=f"{today}, as it is called today"
-        if today in known
-        else close_to(name, known) or f"{parser.prog} --help lists them",
+        if today in option_names
+        else close_to(name, option_names) or f"{parser.prog} --help lists them",
     )
 
 
-def _mixture(found: argparse.Namespace) -> list[DatasetConfig]:
+def _mixture(options: argparse.Namespace) -> list[DatasetConfig]:
     """The data sets of a recipe's mixture.
 
     Raises:
         ConfigError: they are no list of options.
     """
-    sets = found.datasets
+    sets = options.datasets
     if not isinstance(sets, list) or any(isinstance(one, (str, list)) for one in sets):
         raise ConfigError(
             "datasets are no list of data sets",
             got=repr(sets)[:80],
             remedy="one `- path: ...` for each, as TRL's DatasetMixtureConfig has it",
         )
-    made: list[DatasetConfig] = _make(DatasetMixtureConfig, found).datasets
+    made: list[DatasetConfig] = _make(DatasetMixtureConfig, options).datasets
     return made
 
 
-def _make(kind: Any, found: argparse.Namespace) -> Any:
+def _make(kind: Any, options: argparse.Namespace) -> Any:
     """One dataclass of the values read; what its own checks find is one line."""
     names = [f.name for f in dataclasses.fields(kind) if f.init]
-    values = {name: getattr(found, name) for name in names}
+    values = {name: getattr(options, name) for name in names}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # deprecated options left at None

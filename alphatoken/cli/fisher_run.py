@@ -43,8 +43,8 @@ def run(options: FisherOptions) -> None:
     prompt_only = options.labels == "sequence"  # the model writes the responses
     rows = options.read_rows(options.train_file, limit=options.train_limit, prompt_only=prompt_only)
     random.Random(options.seed).shuffle(rows)  # fewer samples than rows: any of them, not the first
-    given = _sequences if options.labels == "token" else _prompts
-    prompts, used, notes = given(rows, tokenizer, how)
+    read_prompts = _sequences if options.labels == "token" else _prompts
+    prompts, used, notes = read_prompts(rows, tokenizer, how)
     for note in () if options.quiet else notes:
         print(f"note: {note}", file=sys.stderr)
     model = options.model()

@@ -221,10 +221,10 @@ def spelled(words: Sequence[str]) -> list[str]:
     >>> spelled(["--batch-size", "8", "--set", "a.b-c=1"])
     ['--batch_size', '8', '--set', 'a.b-c=1']
     """
-    found = []
+    result = []
     for word in words:
         flag, equals, value = word.partition("=")
         if flag.startswith("--"):
             word = f"--{flag[2:].replace('-', '_')}{equals}{value}"
-        found.append(word)
-    return found
+        result.append(word)
+    return result

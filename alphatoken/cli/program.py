@@ -77,9 +77,9 @@ class Program:
         rest = spelled(rest)
 
         # Most commands take abbreviations of their flags; this one is read before they are.
-        asked = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
+        traceback = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
         with _own_modules(), _said_in_notes("--quiet" in rest):
-            return self._guarded(partial(self.commands[name], rest), asked)
+            return self._guarded(partial(self.commands[name], rest), traceback)
 
     def _parser(self) -> argparse.ArgumentParser:
         """Knows the names of the commands only."""

@@ -76,11 +76,11 @@ def find_recipe(name: str) -> Recipe:
         return _read(path)
     if is_packaged(name):
         return _read(_FOLDER / f"{name}.yaml")
-    known = [p.stem for p in _FOLDER.glob("*.yaml")]
+    names = [p.stem for p in _FOLDER.glob("*.yaml")]
     raise ConfigError(
         "there is no such recipe",
         got=name,
-        remedy=close_to(name, known) or "give a file, or a name that --help lists",
+        remedy=close_to(name, names) or "give a file, or a name that --help lists",
     )
 
 
@@ -106,8 +106,8 @@ def packaged_file(name: str) -> str | None:
     spec = find_spec("trl")  # does not import it
     assert spec is not None
     assert spec.origin is not None
-    found = Path(spec.origin).parent / "chat_templates" / name
-    return str(found) if found.is_file() else None
+    path = Path(spec.origin).parent / "chat_templates" / name
+    return str(path) if path.is_file() else None
 
 
 def accelerate_config(name: str) -> tuple[Path, dict[str, Any]]:
@@ -119,18 +119,18 @@ def accelerate_config(name: str) -> tuple[Path, dict[str, Any]]:
     for path in (Path(name).expanduser(), _LAYOUTS / f"{name}.yaml"):
         if path.is_file():
             return path, _mapping(path)
-    known = sorted(path.stem for path in _LAYOUTS.glob("*.yaml"))
+    names = sorted(path.stem for path in _LAYOUTS.glob("*.yaml"))
     raise ConfigError(
         "there is no such accelerate_config",
         got=name,
-        remedy=f"give a file, or one of {', '.join(known)}; or 'none' for one process",
+        remedy=f"give a file, or one of {', '.join(names)}; or 'none' for one process",
     )
 
 
-def close_to(word: str, known: list[str]) -> str:
-    """A question whether one of ``known`` was meant, or nothing."""
-    found = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(found)}?" if found else ""
+def close_to(word: str, names: list[str]) -> str:
+    """A question whether one of ``names`` was meant, or nothing."""
+    matches = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def _mapping(path: Path) -> dict[str, Any]:

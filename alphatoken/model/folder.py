@@ -162,11 +162,11 @@ def require_weights(report: Mapping[str, Any], name: str | Path) -> None:
     missing = sorted(report.get("missing_keys") or ())
     unexpected = sorted(report.get("unexpected_keys") or ())
     if shapes:
-        key, stored, asked = shapes[0]
+        key, stored, expected = shapes[0]
         raise ModelError(
             "weights are of other shapes than config.json says",
             got=f"{name}: {len(shapes)} weights, such as {key}: {tuple(stored)} in the file, "
-            f"{tuple(asked)} by config.json",
+            f"{tuple(expected)} by config.json",
             why="they would be random numbers",
             remedy="the config.json that was saved with these weights",
         )

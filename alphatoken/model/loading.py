@@ -122,20 +122,20 @@ class Limits:
     tokens: int | None
     layers: int | None = None
 
-    def length(self, asked: int | None) -> int | None:
+    def length(self, requested: int | None) -> int | None:
         """The longest sequence to be read: as long as the model allows, or as was asked for.
 
         Raises:
             ConfigError: more is asked for than the model allows.
         """
-        if asked is not None and self.positions is not None and asked > self.positions:
+        if requested is not None and self.positions is not None and requested > self.positions:
             raise ConfigError(
                 "max_length is more than the model allows",
-                got=f"{asked}, limit {self.positions}",
+                got=f"{requested}, limit {self.positions}",
                 why="positions past the limit have no meaning to the model",
                 remedy=f"at most --max_length {self.positions} (max_length: {self.positions})",
             )
-        return self.positions if asked is None else asked
+        return self.positions if requested is None else requested
 
 
 def find_limits(parts: ModelParts, **options: Any) -> Limits:
@@ -164,8 +164,8 @@ def limits_of(model: Any, args: Any = None) -> Limits:
     if not isinstance(model, str):
         adapter = find_adapter(model)
         return Limits(adapter.max_positions(), embedding_rows(model), len(adapter.layers()))
-    given: Any = getattr(args, "model_init_kwargs", None) or {}
-    options = {n: given[n] for n in ("revision", "trust_remote_code") if n in given}
+    init_kwargs: Any = getattr(args, "model_init_kwargs", None) or {}
+    options = {n: init_kwargs[n] for n in ("revision", "trust_remote_code") if n in init_kwargs}
     trusted = getattr(args, "trust_remote_code", False)
     return find_limits(find_parts(model), **{"trust_remote_code": trusted, **options})
 
@@ -220,7 +220,7 @@ class _WholeWeights:
 def _decoder_class(name: str | Path, **options: Any) -> _WholeWeights:
     """The class that a model's configuration names, by the rule of TRL's trainers.
 
-    That of a vision-language model is the whole one, whose text part is valued and trained. A bare
+    A vision-language model is loaded whole; its text part is valued and trained. A bare
     decoder gets its head; where the head is not tied to the embedding, its weights are missing.
     """
     import transformers
@@ -332,24 +332,24 @@ def _with_rows_of(model: Any, adapter: str | Path) -> Any:
 
     parts = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     names = {f"base_model.model.{name}.weight": one for name, one in model.named_modules()}
-    held = {
+    adapter_rows = {
         what: len(weight)
         for name, weight in load_peft_weights(str(adapter), device="cpu").items()
         for what, part in parts.items()
         if part is not None and names.get(name) is part
     }
     sizes = {len(part.weight) for part in parts.values() if part is not None}
-    if not held or set(held.values()) == sizes:
+    if not adapter_rows or set(adapter_rows.values()) == sizes:
         return model
-    if len(set(held.values())) > 1 or len(held) < len(parts):
+    if len(set(adapter_rows.values())) > 1 or len(adapter_rows) < len(parts):
         raise ModelError(
             "the adapter does not hold both the embedding and the head that it was trained with",
-            got=f"{adapter}: " + ", ".join(f"{what} {rows}" for what, rows in held.items())
+            got=f"{adapter}: " + ", ".join(f"{what} {rows}" for what, rows in adapter_rows.items())
             + f"; the base has {', '.join(map(str, sorted(sizes)))}",
             why="the tokens that were added would have no row in one of the two",
             remedy="save it by save_pretrained(..., save_embedding_layers=True), or merge it first",
         )  # fmt: skip
-    model.resize_token_embeddings(held.popitem()[1], mean_resizing=False)
+    model.resize_token_embeddings(adapter_rows.popitem()[1], mean_resizing=False)
     return model
 
 
@@ -383,8 +383,10 @@ def rows_tokenizer(args: Any, tokenizer: Any) -> Any:
     elif path is not None:
         other = load_tokenizer(path)
         own.chat_template, own.eos_token = other.chat_template, other.eos_token
-        known = own.get_vocab()
-        own.add_tokens([t for t in other.added_tokens_decoder.values() if t.content not in known])
+        vocabulary = own.get_vocab()
+        own.add_tokens(
+            [t for t in other.added_tokens_decoder.values() if t.content not in vocabulary]
+        )
     return own
 
 

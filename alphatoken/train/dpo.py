@@ -251,18 +251,18 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         if args.cuts_prompts:
             args = copy.copy(args)
             args.max_length = None
-        found = super()._prepare_dataset(
+        prepared = super()._prepare_dataset(
             dataset=dataset,
             processing_class=processing_class,
             args=args,
             dataset_name=dataset_name,
         )
         if limits == (None, None):
-            return found
+            return prepared
         cut = partial(cut_pair, max_prompt=limits[0], max_response=limits[1])
         # A stream takes no description.
-        named = {"desc": f"Cutting {dataset_name} pairs"} if hasattr(found, "__len__") else {}
-        return found.map(cut, **named)
+        named = {"desc": f"Cutting {dataset_name} pairs"} if hasattr(prepared, "__len__") else {}
+        return prepared.map(cut, **named)
 
     def tokenised(self, dataset: Any, name: str) -> Any:
         """Rows after TRL's own preparation."""

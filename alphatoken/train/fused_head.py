@@ -58,8 +58,8 @@ class _Smallest(nn.Module):
         return self.lm_head
 
     def logits(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.lm_head(self.table(ids))
-        return found
+        logits: Tensor = self.lm_head(self.table(ids))
+        return logits
 
     forward = logits
 
@@ -88,54 +88,58 @@ def require_fused_head() -> None:
     raise without_names("TRL's fused head", ("trl", "torch"), (missing,), "'alphatoken[train]'")
 
 
-def _reads_as(log_probs: Tensor, asked: Tensor, logits: Tensor) -> bool:
+def _reads_as(log_probs: Tensor, label_mask: Tensor, logits: Tensor) -> bool:
     """Whether log-probabilities, entropy and errors of a fused head are those of its logits."""
     node = _fused_head(log_probs)
-    shared, entropy = shared_log_probs(log_probs, asked), head_entropy(log_probs, asked, 4)
+    shared = shared_log_probs(log_probs, label_mask)
+    entropy = head_entropy(log_probs, label_mask, 4)
     if node is None or shared is None or entropy is None:
         return False
     with errors_only(log_probs):
         weight = torch.autograd.grad(
             log_probs.sum(), node.saved_tensors[1], retain_graph=True, allow_unused=True
         )
-    alike = (shared, log_probs), (entropy, top_entropy(logits, 4) * asked)
+    alike = (shared, log_probs), (entropy, top_entropy(logits, 4) * label_mask)
     return weight[0] is None and all(torch.allclose(one, other) for one, other in alike)
 
 
-def _predictions(log_probs: Tensor, asked: Tensor) -> tuple[Any, Tensor, Tensor] | None:
-    """The head's node, and the labelled predictions: its rows, and places in ``asked``; or None."""
+def _predictions(log_probs: Tensor, label_mask: Tensor) -> tuple[Any, Tensor, Tensor] | None:
+    """The head's node, rows of labelled predictions, their places in ``label_mask``; or None."""
     node = _fused_head(log_probs)
     if node is None or not is_whole(node.saved_tensors[1]):
         return None
-    count, places = len(node.saved_tensors[3]), asked.flatten().nonzero().squeeze(-1)
+    count, places = len(node.saved_tensors[3]), label_mask.flatten().nonzero().squeeze(-1)
     # TRL hands its kernel all positions, or on some devices those with a label, in their order.
-    rows = places if count == asked.numel() else torch.arange(count).to(places)
+    rows = places if count == label_mask.numel() else torch.arange(count).to(places)
     return (node, rows, places) if len(rows) == len(places) else None
 
 
-def shared_log_probs(log_probs: Tensor, asked: Tensor) -> Tensor | None:
-    """The same log-probabilities, of which values and update take one error of the head.
+def shared_log_probs(log_probs: Tensor, label_mask: Tensor) -> Tensor | None:
+    """The same log-probabilities; values and update share one error of the head.
 
     Args:
         log_probs: (b, t - 1), by TRL's fused head, attached to its graph.
-        asked: (b, t - 1) True where the next token is labelled.
+        label_mask: (b, t - 1) True where the next token is labelled.
 
     Returns:
         (b, t - 1), 0 elsewhere; equal up to rounding, as its gradients are. None where the head is
         none of TRL's, or scales or caps its logits, or its weights are spread over processes.
     """
-    found = _predictions(log_probs, asked)
-    if found is None or any(found[0].kernel_args.get(k) != v for k, v in _PLAIN.items()):
+    predictions = _predictions(log_probs, label_mask)
+    if predictions is None:
         return None
-    node, rows, places = found
+    node, rows, places = predictions
+    if any(node.kernel_args.get(k) != v for k, v in _PLAIN.items()):
+        return None
     hidden, weight, bias, targets, *_ = node.saved_tensors
     use = HeadUse(hidden, weight, bias)
-    row, index = asked.nonzero(as_tuple=True)
-    positions = row * (asked.shape[1] + 1) + index  # as in the forward, whose last one TRL drops
+    row, index = label_mask.nonzero(as_tuple=True)
+    # Positions as in the forward, whose last one TRL drops.
+    positions = row * (label_mask.shape[1] + 1) + index
     with torch.autocast(hidden.device.type, enabled=False):
         losses = use.take(hidden[rows].to(node.compute_dtype), positions, targets[rows])
-    zeros = losses.new_zeros(asked.numel())
-    return register_losses(use, zeros.index_put((places,), -losses).view(asked.shape))
+    zeros = losses.new_zeros(label_mask.numel())
+    return register_losses(use, zeros.index_put((places,), -losses).view(label_mask.shape))
 
 
 def top_entropy(logits: Tensor, k: int) -> Tensor:
@@ -146,33 +150,34 @@ def top_entropy(logits: Tensor, k: int) -> Tensor:
 
 
 @torch.no_grad()
-def head_entropy(log_probs: Tensor, asked: Tensor, k: int) -> Tensor | None:
+def head_entropy(log_probs: Tensor, label_mask: Tensor, k: int) -> Tensor | None:
     """``top_entropy`` of the predictions that TRL's fused head made, of logits formed in blocks.
 
     Args:
         log_probs: (b, t - 1), by the fused head, attached to its graph.
-        asked: (b, t - 1) True where the next token is labelled.
+        label_mask: (b, t - 1) True where the next token is labelled.
         k: of the likeliest tokens.
 
     Returns:
         (b, t - 1), 0 elsewhere. None where the head is none of TRL's, or spread over processes.
     """
-    seen = _predictions(log_probs, asked)
-    if seen is None:
+    predictions = _predictions(log_probs, label_mask)
+    if predictions is None:
         return None
-    node, rows, places = seen
+    node, rows, places = predictions
     hidden, weight, bias, *_ = node.saved_tensors
     how, dtype = node.kernel_args, node.compute_dtype
     bias = None if bias is None else bias.to(dtype)
-    found = []
+    entropies = []
     for block in rows.split(max(1, _WORKSPACE // weight.shape[0])):
         logits = F.linear(hidden[block].to(dtype), weight.to(dtype), bias)
         logits = logits.to(wide(dtype)) * how["logit_scale"]
         if how["HAS_SOFTCAP"]:
             logits = how["softcap"] * torch.tanh(logits / how["softcap"])
-        found.append(top_entropy(logits * how["inv_t"], k))
-    entropy = torch.zeros(asked.numel(), dtype=wide(dtype), device=hidden.device)
-    return entropy.index_put((places,), torch.cat(found) if found else entropy[:0]).view_as(asked)
+        entropies.append(top_entropy(logits * how["inv_t"], k))
+    entropy = torch.zeros(label_mask.numel(), dtype=wide(dtype), device=hidden.device)
+    values = torch.cat(entropies) if entropies else entropy[:0]
+    return entropy.index_put((places,), values).view_as(label_mask)
 
 
 @contextmanager
@@ -181,7 +186,7 @@ def errors_only(log_probs: Tensor | None) -> Iterator[bool]:
 
     TRL's backward forms ``(dlogits)^T h`` whenever the weight is trainable, a third of its FLOPs,
     also where only errors below it are asked for and the result is thrown away. Here it is told
-    that the weight needs none. What reaches the hidden states is untouched, bit for bit, with
+    that the weight needs none. The error at the hidden states stays bitwise the same, with
     soft-capping, scale, bias and shards.
 
     Yields whether there was such a head; where there is none (another trainer's logits, a release

@@ -108,8 +108,8 @@ def needs_own_forward(accelerator: Any, options: AlphaOptions) -> bool:
     DeepSpeed's engine follows its own forward through its own backward, once; errors asked for
     on the way would be taken for that backward.
     """
-    asked = options.scoring_forward == "own" or options.keep_scope == "global"
-    return asked or layout(accelerator).startswith("zero")
+    own_forward = options.scoring_forward == "own" or options.keep_scope == "global"
+    return own_forward or layout(accelerator).startswith("zero")
 
 
 def check_layout(accelerator: Any, args: Any, model: nn.Module) -> None:

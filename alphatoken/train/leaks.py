@@ -17,33 +17,33 @@ from alphatoken.train.python_rows import form_of
 __all__ = ["leaking_rows", "warn_of_leaks"]
 
 
-def leaking_rows(train: Any, held: Any, *, text_field: str = "text") -> list[int]:
-    """Numbers of the training rows that have a prompt or a whole row in common with ``held``.
+def leaking_rows(train: Any, other: Any, *, text_field: str = "text") -> list[int]:
+    """Numbers of the training rows that have a prompt or a whole row in common with ``other``.
 
     "In common" is as on the command line: equal after NFKC, case folding and white-space folding
     (``alphatoken.data.leak_keys``); an empty prompt is in common with none.
 
     Args:
         train: rows in one of TRL's forms; of a stream nothing is found.
-        held: validation or retention rows, likewise.
+        other: validation or retention rows, likewise.
         text_field: TRL's ``dataset_text_field``.
     """
-    if not (hasattr(train, "__len__") and hasattr(held, "__len__")):
+    if not (hasattr(train, "__len__") and hasattr(other, "__len__")):
         return []
-    keys = {key for record in held for key in _keys(record, text_field)}
-    found = enumerate(train) if keys else ()
-    return [number for number, row in found if not keys.isdisjoint(_keys(row, text_field))]
+    keys = {key for record in other for key in _keys(record, text_field)}
+    numbered = enumerate(train) if keys else ()
+    return [number for number, row in numbered if not keys.isdisjoint(_keys(row, text_field))]
 
 
-def warn_of_leaks(train: Any, held: Mapping[str, Any], *, text_field: str = "text") -> None:
+def warn_of_leaks(train: Any, others: Mapping[str, Any], *, text_field: str = "text") -> None:
     """Warn, once for each set, where training rows repeat its rows.
 
     Args:
         train: training rows.
-        held: name -> rows, or None.
+        others: name -> rows, or None.
         text_field: TRL's ``dataset_text_field``.
     """
-    for name, rows in held.items():
+    for name, rows in others.items():
         if rows is None or train is None:
             continue
         leaks = leaking_rows(train, rows, text_field=text_field)

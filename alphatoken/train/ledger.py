@@ -149,14 +149,14 @@ class ValueLedger:
         return {name: torch.from_numpy(column) for name, column in columns.items()}
 
     def load_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Become what :meth:`state_tensors` was taken of, bit for bit."""
-        found = {name: tensor.numpy() for name, tensor in state.items()}
-        keys = [key.tobytes() for key in found["keys"]]
-        ends = np.cumsum(found["sizes"])[:-1]
-        ids = np.split(found["ids"], np.cumsum(found["lengths"])[:-1]) if keys else []
-        positions = np.split(found["positions"], ends) if keys else []
-        sums = np.split(found["sums"], ends) if keys else []
-        numbers = [found[name].tolist() for name in ("branches", "visits", "steps")]
+        """Restore bitwise the ledger that wrote these :meth:`state_tensors`."""
+        arrays = {name: tensor.numpy() for name, tensor in state.items()}
+        keys = [key.tobytes() for key in arrays["keys"]]
+        ends = np.cumsum(arrays["sizes"])[:-1]
+        ids = np.split(arrays["ids"], np.cumsum(arrays["lengths"])[:-1]) if keys else []
+        positions = np.split(arrays["positions"], ends) if keys else []
+        sums = np.split(arrays["sums"], ends) if keys else []
+        numbers = [arrays[name].tolist() for name in ("branches", "visits", "steps")]
         parts = zip(keys, ids, positions, sums, *numbers, strict=True)
         self.documents = {
             key: DocumentValues(branch, own, places, table.copy(), visits, step)
@@ -178,5 +178,5 @@ def _components(values: TokenValues, weights: Tensor) -> NDArray[np.float64]:
         weights,
     ]
     stacked = torch.stack([column.detach().cpu().double() for column in columns], dim=-1)
-    found: NDArray[np.float64] = stacked.numpy().reshape(-1, len(columns))
-    return found
+    components: NDArray[np.float64] = stacked.numpy().reshape(-1, len(columns))
+    return components

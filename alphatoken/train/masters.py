@@ -42,7 +42,7 @@ class Masters:
 
 
 def masters_of(accelerator: Any, model: nn.Module) -> Masters | None:
-    """Those of a prepared model; None where its own weights are trained, or these are on disk."""
+    """Master weights of a prepared model; None if there are none, or if they are kept on disk."""
     if not layout(accelerator).startswith("zero"):
         return None
     plain = accelerator.unwrap_model(model)
@@ -61,7 +61,7 @@ def masters_of(accelerator: Any, model: nn.Module) -> Masters | None:
     def whole(name: str, parameter: Tensor) -> Tensor:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        found = safe_get_full_fp32_param(parameters[name])
-        return parameter.detach() if found is None else found
+        master = safe_get_full_fp32_param(parameters[name])
+        return parameter.detach() if master is None else master
 
     return Masters(whole, dtypes)

@@ -110,16 +110,16 @@ class TrainMonitor:
 
     def derivatives(self) -> dict[str, float]:
         """Ways of the run's label values -> largest error, over all processes (each calls it)."""
-        found: dict[str, float] = {}
+        errors: dict[str, float] = {}
         for part in gather_object([self._derivatives]):
             for way, error in part.items():
-                found[way] = max(error, found.get(way, 0.0))
-        return found
+                errors[way] = max(error, errors.get(way, 0.0))
+        return errors
 
     # --- the checkpoint's part --------------------------------------------------------------
 
     def state_values(self) -> dict[str, Any]:
-        """Statistics gathered since the last log, as plain JSON values, bit for bit."""
+        """Statistics gathered since the last log, as JSON values that restore bitwise."""
         return {
             "counts": [0.0] * 4 if self._counts is None else self._counts.tolist(),
             "balance": self._balance,

@@ -50,8 +50,8 @@ class AlphaOptions(AlphaFields):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse options that there are not, by name."""
-        known = [one.name for one in fields(cls) if one.init]
-        refuse_unknown(cls.__name__, "option", options, known, RENAMED)
+        names = [one.name for one in fields(cls) if one.init]
+        refuse_unknown(cls.__name__, "option", options, names, RENAMED)
         return super().__new__(cls)
 
     def check_alpha(self) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 __all__ = ["cache_folder", "on_accelerator", "spread_name"]
 
 
-def cache_folder(given: str | None, output_dir: str, name: str) -> Path:
-    """The folder that is ``given``, or ``name`` beside ``output_dir``: shared by its experiment."""
-    return Path(os.path.abspath(output_dir)).parent / name if given is None else Path(given)
+def cache_folder(folder: str | None, output_dir: str, name: str) -> Path:
+    """``folder`` if it is named, else ``name`` beside ``output_dir``: shared by its experiment."""
+    return Path(os.path.abspath(output_dir)).parent / name if folder is None else Path(folder)
 
 
 def spread_name(model: nn.Module) -> str:

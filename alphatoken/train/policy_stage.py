@@ -306,15 +306,15 @@ def _optimizer_of(
 ) -> tuple[type[Any], dict[str, Any]] | None:
     """Class and settings of the optimizer that was handed over; None where the options name it.
 
-    One that is made already holds the run's own weights, so that another of its kind is made, with
-    the settings that it was made with; those of single groups of weights are not carried over.
+    An optimizer object already holds the run's own weights, so another of its class is made with
+    the settings of its constructor; those of single parameter groups are not carried over.
     """
-    given = trainer.optimizer
+    optimizer = trainer.optimizer
     if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
-    elif given is not None:
-        kind, known = type(given), inspect.signature(type(given).__init__).parameters
-        settings = {name: value for name, value in given.defaults.items() if name in known}
+    elif optimizer is not None:
+        kind, parameters = type(optimizer), inspect.signature(type(optimizer).__init__).parameters
+        settings = {name: value for name, value in optimizer.defaults.items() if name in parameters}
     else:
         return None
     rate = {"lr": options["learning_rate"]} if "learning_rate" in options else {}

@@ -60,18 +60,21 @@ class ValidationPool:
 
     def __post_init__(self) -> None:
         """Set the held-out rows aside."""
-        held = 0 if self.held_out_share == 0 else max(1, round(self.held_out_share * self.size))
+        held_count = (
+            0 if self.held_out_share == 0 else max(1, round(self.held_out_share * self.size))
+        )
         order = _shuffled(range(self.size), self.seed, "held out")
-        drawn = order[held:]
+        drawn = order[held_count:]
         needed = self.batch_size if self.mode == "pool" else 1
         if len(drawn) < needed:
             raise ConfigError(
                 "the validation set is too small",
-                got=f"{self.size} rows, {held} held out, {len(drawn)} left to draw {needed} from",
+                got=f"{self.size} rows, {held_count} held out, "
+                f"{len(drawn)} left to draw {needed} from",
                 why="a batch would hold the same row twice, or none",
                 remedy="give more rows, a smaller batch, or held_out_share=0",
             )
-        object.__setattr__(self, "held_out", tuple(sorted(order[:held])))
+        object.__setattr__(self, "held_out", tuple(sorted(order[:held_count])))
         if self.mode == "fixed":
             drawn = drawn[: self.batch_size]
         object.__setattr__(self, "drawn", tuple(sorted(drawn)))
@@ -114,12 +117,12 @@ def _order(pool: ValidationPool, epoch: int) -> tuple[int, ...]:
     There are at most ``batch_size`` epochs from one such to the next.
     """
     size, count = pool.batch_size, len(pool.drawn)
-    found: tuple[int, ...] = ()
+    stream: tuple[int, ...] = ()
     for number in range(epoch - epoch % (size // math.gcd(size, count)), epoch + 1):
         begun = number * count % size  # rows that the open batch holds already
-        held = set(found[-begun:]) if begun else set()
+        batch_rows = set(stream[-begun:]) if begun else set()
         order = _shuffled(pool.drawn, pool.seed, "epoch", number)
-        head = [row for row in order if row not in held][: size - begun] if begun else []
+        head = [row for row in order if row not in batch_rows][: size - begun] if begun else []
         rest = set(order) - set(head)
-        found = (*head, *(row for row in order if row in rest))
-    return found
+        stream = (*head, *(row for row in order if row in rest))
+    return stream

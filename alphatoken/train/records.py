@@ -90,7 +90,7 @@ class RunRecords:
             return
         folder, data = Path(str(args.output_dir)), trainer.train_dataset
         rows = plain_rows(data) if hasattr(data, "__len__") else None
-        seen = export_values(whole, folder / VALUES, rows, **trainer.export_arguments())
+        row_counts = export_values(whole, folder / VALUES, rows, **trainer.export_arguments())
         tokenizer = text_tokenizer(trainer.processing_class)
         # A plain trainer may have no tokenizer.
         texts = None if tokenizer is None else partial(token_texts, tokenizer)
@@ -99,13 +99,13 @@ class RunRecords:
         facts = {"model_name_or_path": model_name(trainer.model), "last_loss": last}
         shown = {name: text for name, text in facts.items() if text}
         notes = derivative_notes(derivatives)
-        page = write_run_report(folder, texts, None if rows is None else seen, shown, notes)
+        page = write_run_report(folder, texts, None if rows is None else row_counts, shown, notes)
         print(*notes, f"values and report, which quote training rows: {page.parent}", sep="\n")
 
     def _all_ledgers(self) -> ValueLedger | None:
         """The ledgers of all processes added up, on those that write; None on the others.
 
-        One process after the other sends its own: no process holds them all but those that write.
+        The processes send their ledgers one after the other: only writing processes hold them all.
         """
         ranks, writes = Ranks(self._trainer.accelerator), bool(self._trainer.args.should_save)
         if ranks.world == 1:

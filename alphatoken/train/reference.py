@@ -54,10 +54,10 @@ def check_tokens(own: Any, rows: int, other: Any = None, tokens: int | None = No
         )
 
 
-def _check_follows(given: Mapping[str, Any]) -> None:
-    args: Any = given.get("args")
-    model = given.get("model")
-    adapted = given.get("peft_config") is not None or hasattr(model, "peft_config")
+def _check_follows(arguments: Mapping[str, Any]) -> None:
+    args: Any = arguments.get("args")
+    model = arguments.get("model")
+    adapted = arguments.get("peft_config") is not None or hasattr(model, "peft_config")
     if isinstance(model, (str, Path)):  # which is loaded later
         adapted = adapted or is_adapter(model)
     if not getattr(args, "sync_ref_model", False):
@@ -73,25 +73,25 @@ def _check_follows(given: Mapping[str, Any]) -> None:
         )
 
 
-def check_reference(given: Mapping[str, Any]) -> None:
+def check_reference(arguments: Mapping[str, Any]) -> None:
     """Refuse a reference of preference pairs that reads other tokens; see :func:`check_tokens`.
 
-    One that is to follow the model must be a model of its own.
+    A reference that is to follow the trained model must be a model of its own.
 
     Args:
-        given: arguments of the trainer below; ``ref_model`` None is a copy of the trained model.
+        arguments: of the trainer, by name; ``ref_model`` None is a copy of the trained model.
 
     Raises:
         ConfigError: names what differs, or what cannot follow.
     """
-    _check_follows(given)
-    reference = given.get("ref_model")
+    _check_follows(arguments)
+    reference = arguments.get("ref_model")
     rows = None if reference is None else embedding_rows(reference)
     if rows is None:
         return
-    own, model = tokenizer_of(given), given.get("model")
-    held = (
-        limits_of(model, given.get("args")).tokens
+    own, model = tokenizer_of(arguments), arguments.get("model")
+    policy_rows = (
+        limits_of(model, arguments.get("args")).tokens
         if isinstance(model, str)
         else embedding_rows(model)
     )
@@ -103,4 +103,4 @@ def check_reference(given: Mapping[str, Any]) -> None:
                 other = load_tokenizer(name, local_files_only=True)
         except ModelError:  # what is there cannot be read: nothing is known of it
             pass
-    check_tokens(own, rows, other, held)
+    check_tokens(own, rows, other, policy_rows)

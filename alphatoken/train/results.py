@@ -62,17 +62,17 @@ def export_values(
     """
     folder = Path(folder)
     holders: Holders = defaultdict(list)
-    seen = unseen = 0
+    visited_rows = other_rows = 0
     for index, row in enumerate(rows or ()):
         keys = row_documents(row, max_length=max_length, truncation_mode=truncation_mode)
-        found = {key for key, _ in keys if key in ledger.documents}
-        for key in found:
+        documents = {key for key, _ in keys if key in ledger.documents}
+        for key in documents:
             holders[key].append(index)
-        seen += bool(found)
-        unseen += not found
+        visited_rows += bool(documents)
+        other_rows += not documents
     folder.mkdir(parents=True, exist_ok=True)
     write_values(folder / "part-00000.parquet", _examples(ledger, holders))
-    return seen, unseen
+    return visited_rows, other_rows
 
 
 def _examples(ledger: ValueLedger, holders: Holders) -> Iterator[ScoredExample]:

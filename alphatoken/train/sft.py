@@ -94,7 +94,7 @@ class LabelledRows(AlphaTrainerMixin):
         return labels
 
     def with_responses(self, rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-        """Those rows that have a response token left; a warning where their labels are another's.
+        """Rows with a response token; warns if validation and training rows differ in their labels.
 
         Raises:
             InputError: none has.
@@ -112,7 +112,7 @@ class LabelledRows(AlphaTrainerMixin):
             self._compare_labels([labels[i] for i in kept])
         return [rows[i] for i in kept]
 
-    def _compare_labels(self, held: Sequence[torch.Tensor]) -> None:
+    def _compare_labels(self, validation_labels: Sequence[torch.Tensor]) -> None:
         """Warn where validation rows label their prompts and training rows do not, or the reverse.
 
         That is so where their forms differ: prompt and completion here, plain text or chats there.
@@ -120,7 +120,8 @@ class LabelledRows(AlphaTrainerMixin):
         trained = list(self._first_labels())
         if not trained:
             return
-        (ours, whole), (theirs, all_of_them) = (_labelled(x) for x in (held[:_COMPARED], trained))
+        ours, whole = _labelled(validation_labels[:_COMPARED])
+        theirs, all_of_them = _labelled(trained)
         if abs(whole - all_of_them) > _APART:
             warn_caller(
                 f"validation rows label {ours:.0%} of their tokens and training rows "
@@ -241,5 +242,5 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
 
     def _trains_whole(self) -> bool:
         """True if the first training rows are labelled whole; of a stream nothing is known."""
-        known = hasattr(plain_rows(self.train_dataset), "__len__")
-        return known and all(bool((labels != IGNORE).all()) for labels in self._first_labels())
+        has_length = hasattr(plain_rows(self.train_dataset), "__len__")
+        return has_length and all(bool((labels != IGNORE).all()) for labels in self._first_labels())

@@ -77,8 +77,8 @@ class _Parts:
         if dist.get_backend() == "nccl":
             total = total.cuda()
         dist.all_reduce(total)
-        found: list[float] = total.tolist()
-        return found
+        sums: list[float] = total.tolist()
+        return sums
 
 
 class Fsdp2Sharding(_Parts):
@@ -107,13 +107,13 @@ class Fsdp2Sharding(_Parts):
 
     @staticmethod
     def _full(spread: Any) -> Tensor:
-        found: Tensor = spread.full_tensor()
-        return found
+        whole: Tensor = spread.full_tensor()
+        return whole
 
     @staticmethod
     def _own(spread: Any) -> Tensor:
-        found: Tensor = spread.to_local()
-        return found.clone()
+        shard: Tensor = spread.to_local()
+        return shard.clone()
 
     def shape(self, name: str) -> torch.Size:
         """Shape of the whole parameter."""
@@ -166,7 +166,7 @@ class Fsdp2Sharding(_Parts):
     def repeatable(self, within: nn.Module | None = None) -> Iterator[None]:
         """FSDP2 gathers weights in every backward, where it enters a module by its output.
 
-        One that starts inside never does, so there the weights around it are gathered first.
+        A backward that starts inside a module never does: the weights around it are gathered first.
         """
         parts = () if within is None else within.parameters()
         if within is None or not any(isinstance(p, self._kind) for p in parts):
@@ -334,9 +334,9 @@ class Zero3Sharding(_Parts):
         p = self._parameters[name]
         size = int(p.ds_tensor.ds_numel)
         start = self._place(p)[0] * size
-        found = full.detach().reshape(-1)[start : start + size]
+        values = full.detach().reshape(-1)[start : start + size]
         part = full.new_zeros(size)
-        part[: found.numel()] = found
+        part[: values.numel()] = values
         return part
 
     @torch.no_grad()

@@ -459,7 +459,7 @@ CORE = (
     row("observed-labels-for-sampled-labels", TOKEN_FISHER,
         "the Fisher of the data's labels, not of the model's own",
         ("direction.fisher._Fit._add",
-         "response = draw_tokens(", "response = (lambda *_: given.ids[given.predicted])(")),
+         "response = draw_tokens(", "response = (lambda *_: sequence.ids[sequence.predicted])(")),
     row("token-mean-in-the-diagonal-fisher", EXPECTED_FISHER,
         "gradient of the mean, not of the summed, log-likelihood of a response",
         ("direction.fisher._Fit._add", "chosen.sum()", "chosen.mean()")),

@@ -191,7 +191,7 @@ VALUES_BY_DIFFERENCES = (
         "a weight in use in two places has the gradient of one of them",
         ("direction.objective.objective_sums",
          "watched = [(name, one) for name, one in in_use.values() if one.requires_grad]",
-         "held = [*dict(v for v in in_use.values() if v[1].requires_grad).items()]")),
+         "watched = [*dict(v for v in in_use.values() if v[1].requires_grad).items()]")),
 )  # fmt: skip
 
 

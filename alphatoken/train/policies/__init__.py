@@ -119,19 +119,19 @@ def find_policy(name: str) -> type[TokenPolicy]:
         return _OWN[name]
     target = name if ":" in name else _named_on(tuple(sys.path)).get(name)
     if target is None:
-        known = tuple(dict.fromkeys((*TRAINER_POLICIES, *STANDS_FOR, *policy_names())))
-        close = difflib.get_close_matches(name, known, n=1)
+        names = tuple(dict.fromkeys((*TRAINER_POLICIES, *STANDS_FOR, *policy_names())))
+        close = difflib.get_close_matches(name, names, n=1)
         raise ConfigError(
             "there is no such policy",
             got=repr(name),
             why="published methods are in the package alphatoken-lab",
             remedy=(f"did you mean {close[0]}? " if close else "")
-            + f"known: {', '.join(known)}; or module:Class; "
+            + f"known: {', '.join(names)}; or module:Class; "
             'pip install "alphatoken[lab]" brings the methods that people compare with',
         )
     module, _, attribute = target.partition(":")
     try:
-        found = getattr(import_module(module), attribute)
+        policy_class = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as problem:
         raise ConfigError(
             "the policy cannot be imported",
@@ -139,11 +139,11 @@ def find_policy(name: str) -> type[TokenPolicy]:
             remedy="module:Class of a file module.py in the folder where the command is called, or "
             "of an installed module; in Python the class itself",
         ) from problem
-    if not (isinstance(found, type) and issubclass(found, TokenPolicy)):
+    if not (isinstance(policy_class, type) and issubclass(policy_class, TokenPolicy)):
         raise ConfigError(
             "the object is not a policy", got=target, remedy="a subclass of alphatoken.train.policy"
         )
-    return found
+    return policy_class
 
 
 def policy(
@@ -173,28 +173,28 @@ def policy(
 # --- of a run ------------------------------------------------------------------------------------
 
 
-def read_policy_options(given: Any) -> dict[str, Any]:
+def read_policy_options(value: Any) -> dict[str, Any]:
     """A policy's own arguments, from a mapping or its JSON text.
 
     Raises:
         ConfigError: neither.
     """
-    if given is None:
+    if value is None:
         return {}
-    options = given
-    if isinstance(given, str):
+    options = value
+    if isinstance(value, str):
         try:
-            options = json.loads(given)
+            options = json.loads(value)
         except ValueError as problem:
             raise ConfigError(
                 "policy_options cannot be read",
-                got=f"{given!r}: {problem}",
+                got=f"{value!r}: {problem}",
                 remedy="""JSON with names in double quotes, such as '{"threshold": 2.5}'""",
             ) from None
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         raise ConfigError(
             "policy_options must be a mapping of arguments",
-            got=repr(given),
+            got=repr(value),
             remedy="a mapping, or a JSON object as text",
         )
     return dict(options)
@@ -224,12 +224,12 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
         made = policy(name, mode, **arguments)
     except (ConfigError, TypeError):
         return {}
-    found = dict(_ONLY_VALUES)
+    neutral = dict(_ONLY_VALUES)
     if mode.mode == "native" or made.replaces_loss:
-        found["kept_normalization"] = "response"
+        neutral["kept_normalization"] = "response"
     if family == "preference" and made.needs.reference:
-        found["precompute_ref_log_probs"] = False
-    return found
+        neutral["precompute_ref_log_probs"] = False
+    return neutral
 
 
 def unread_by_estimator(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,15 +288,15 @@ def chosen_policy(
     return chosen
 
 
-def _refuse_divisor(chosen: TokenPolicy, asked: str) -> None:
+def _refuse_divisor(chosen: TokenPolicy, divisor: str) -> None:
     """Check that ``kept_normalization`` is not ignored."""
-    published = chosen.settings.mode == "native" and chosen.denominator != asked
+    published = chosen.settings.mode == "native" and chosen.denominator != divisor
     own_loss = chosen.replaces_loss
-    if asked == "response" or not (own_loss or published):
+    if divisor == "response" or not (own_loss or published):
         return
     raise ConfigError(
         f"kept_normalization has no effect on policy '{chosen.name}'",
-        got=f"kept_normalization={asked!r}, policy_mode={chosen.settings.mode!r}",
+        got=f"kept_normalization={divisor!r}, policy_mode={chosen.settings.mode!r}",
         why="it has a loss of its own"
         if own_loss
         else f"its published rule divides by the {chosen.denominator} tokens",

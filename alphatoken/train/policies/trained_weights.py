@@ -51,8 +51,8 @@ def weights_folder(stage: PolicyStage, kind: str, model: str, data: str, *settin
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """Trainable parameters by name, sorted: one order for gradients, moments and files."""
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return dict(sorted(found.items()))
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return dict(sorted(parameters.items()))
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def validation_schedule(
         learning_rate: None for the run's.
     """
     most = int(len(stage.validation) * epochs) // _LEAST_STEPS
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "max_steps": -1,
         "num_train_epochs": epochs,
         "gradient_accumulation_steps": 1,
@@ -115,7 +115,7 @@ def validation_schedule(
         "lr_scheduler_type": "constant",  # which has no warm-up either
         "lr_scheduler_kwargs": None,
     }
-    return found if learning_rate is None else {**found, "learning_rate": learning_rate}
+    return arguments if learning_rate is None else {**arguments, "learning_rate": learning_rate}
 
 
 def trained_copy(
@@ -124,7 +124,7 @@ def trained_copy(
     options: Mapping[str, Any],
     *,
     kind: str,
-    asked: str,
+    option: str,
 ) -> nn.Module:
     """A copy of the model, trained on some rows by the run's own trainer; trained once, then read.
 
@@ -135,7 +135,7 @@ def trained_copy(
         rows: tokenised, {input_ids, labels}.
         options: arguments of the run that differ in this training.
         kind: of training, for the folder's name.
-        asked: the option that asks for it, for the message.
+        option: the one that asks for this training, for the message.
 
     Raises:
         ConfigError: this trainer cannot train a copy.
@@ -143,7 +143,7 @@ def trained_copy(
     if stage.train is None:
         raise ConfigError(
             "this trainer cannot train a reference model first",
-            got=asked,
+            got=option,
             why="only supervised fine-tuning in one process can",
             remedy="train one with 'alphatoken sft --policy all' and name its folder",
         )
@@ -152,9 +152,9 @@ def trained_copy(
     run = replace(stage, run={**stage.run, **options})
     folder = weights_folder(run, kind, weights_digest(stage.model), rows_fingerprint(rows))
     if (folder / _FILE).exists():
-        _say(f"{asked}: trained on {len(rows)} rows by an earlier run, found in '{folder}'")
+        _say(f"{option}: trained on {len(rows)} rows by an earlier run, found in '{folder}'")
     else:
-        _say(f"{asked}: training on {len(rows)} rows first, {_schedule(run.run)}")
+        _say(f"{option}: training on {len(rows)} rows first, {_schedule(run.run)}")
         save_weights(stage.train(rows, options), folder)
     return load_copy(stage, folder)
 

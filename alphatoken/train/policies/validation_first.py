@@ -59,16 +59,16 @@ class ValidationFirst(Standard):
         learning_rate: float | None = None,
     ) -> None:
         super().__init__(settings)
-        for name, given in (("epochs", epochs), ("learning_rate", learning_rate)):
-            if given is not None and not 0 < given < math.inf:
-                raise ConfigError(f"{name} of validation-first lies above 0", got=repr(given))
+        for name, value in (("epochs", epochs), ("learning_rate", learning_rate)):
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} of validation-first lies above 0", got=repr(value))
         self.epochs, self.learning_rate = epochs, learning_rate
 
     def prepare(self, stage: PolicyStage) -> None:
         """Train on the validation rows; the run starts from there."""
         options = validation_schedule(stage, self.epochs, self.learning_rate)
-        asked = f"policy '{self.name}'"
+        option = f"policy '{self.name}'"
         trained = trained_copy(
-            stage, stage.validation, options, kind="validation-first", asked=asked
+            stage, stage.validation, options, kind="validation-first", option=option
         )
         copy_weights(trainable(trained), trainable(stage.model))

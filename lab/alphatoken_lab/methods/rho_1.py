@@ -116,10 +116,10 @@ class Rho1(TokenPolicy):
     def _reference(self, stage: PolicyStage) -> Any:
         if self.reference_epochs is None:
             return second_model(stage, self.reference, self.name)
-        asked = f"reference_epochs={self.reference_epochs}"
+        option = f"reference_epochs={self.reference_epochs}"
         options = validation_schedule(stage, self.reference_epochs, self.reference_learning_rate)
         kind = "rho-1-reference"
-        return trained_copy(stage, stage.validation, options, kind=kind, asked=asked)
+        return trained_copy(stage, stage.validation, options, kind=kind, option=option)
 
     def scores(self, batch: PolicyBatch) -> Tensor:
         """``s_t``, the excess loss; of a response the mean of its tokens'."""

@@ -141,7 +141,7 @@ class TokenCleaning(StaticMask):
             rows,
             {"max_steps": -1},
             kind="token-cleaning-warm-up",
-            asked=f"warmup_share={self.warmup_share}",
+            option=f"warmup_share={self.warmup_share}",
         )
 
     def static_scores(self, table: TokenTable) -> Array:
