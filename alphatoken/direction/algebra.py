@@ -134,7 +134,9 @@ class Direction:
     stability_weight: float
     parts: tuple[dict[str, Tensor], ...] = ()
     shares: tuple[float, ...] = ()
-    norms_of: Callable[[Mapping[str, Tensor]], dict[str, float]] = field(default=norms, repr=False)
+    norms_of: Callable[[Mapping[str, Tensor]], dict[str, float]] = field(
+        default_factory=lambda: norms, repr=False
+    )
 
     def total(self) -> dict[str, Tensor]:
         """``M = P o (G + lambda V)``."""

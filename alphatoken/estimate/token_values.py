@@ -28,10 +28,8 @@ __all__ = [
 class DirectCausal(NamedTuple):
     """Values along one side of M by token.
 
-    Attributes:
-        direct: (b, t) direct part; the whole value of an estimator that has no split.
-        causal: (b, t) causal part.
-        unassigned: (b,) sum of what belongs to no response token, both parts.
+    The direct part (b, t), which is the whole value of an estimator without a split; the causal
+    part (b, t); and the sum (b,) of what belongs to no response token, of both parts.
     """
 
     direct: Tensor
