@@ -93,9 +93,9 @@ class Rho1(TokenPolicy):
                 )
             return
         for name in ("reference_epochs", "reference_learning_rate"):
-            given = getattr(self, name)
-            if given is not None and not 0 < given < math.inf:
-                raise ConfigError(f"{name} of Rho-1 lies above 0", got=repr(given))
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} of Rho-1 lies above 0", got=repr(value))
         if reference is not None:
             raise ConfigError(
                 "a reference model was named, and one is to be trained",
@@ -116,10 +116,10 @@ class Rho1(TokenPolicy):
     def _reference(self, stage: PolicyStage) -> Any:
         if self.reference_epochs is None:
             return second_model(stage, self.reference, self.name)
-        asked = f"reference_epochs={self.reference_epochs}"
+        option = f"reference_epochs={self.reference_epochs}"
         options = validation_schedule(stage, self.reference_epochs, self.reference_learning_rate)
         kind = "rho-1-reference"
-        return trained_copy(stage, stage.validation, options, kind=kind, asked=asked)
+        return trained_copy(stage, stage.validation, options, kind=kind, asked=option)
 
     def scores(self, batch: PolicyBatch) -> Tensor:
         """``s_t``, the excess loss; of a response the mean of its tokens'."""
