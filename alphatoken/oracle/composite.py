@@ -90,6 +90,7 @@ def losses_of(forward: Forward, batch: Mapping[str, Any]) -> tuple[Tensor, Tenso
     with torch.enable_grad():
         logits = forward({k: v for k, v in batch.items() if k != "labels"})
         rows, tokens = places.unbind(1)
+        # the logits at i - 1 predict token i
         predicted = logits[rows, tokens - 1]
         # In float32 log-softmax over a real vocabulary loses a digit and more in p - 1.
         every = -torch.log_softmax(predicted.double(), dim=-1)
@@ -126,6 +127,7 @@ def objective_gradient(
     for item in items:
         if isinstance(item, Mapping):
             losses, _ = losses_of(forward, item)
+            # eq. grad_alignment: sum_v grad l_v, and n in ``count``
             add(losses.sum())
             count += len(losses)
         else:
@@ -141,17 +143,21 @@ def _add_pairs(forward: Forward, pairs: Pairs, add: Callable[[Tensor], None]) ->
     sums = [
         losses.new_zeros(size).index_add(0, places[:, 0], losses) for losses, places in branches
     ]
+    # log pi(y | x) - log pi_ref(y | x) of both branches, the first being minus the summed loss
     ratios = [
         -one.detach() - reference.to(one)
         for one, reference in zip(
             sums, (pairs.reference_chosen, pairs.reference_rejected), strict=True
         )
     ]
+    # omega = beta sigmoid(-s), s = beta (ratio of y+ - ratio of y-), no gradient through it
     omega = pairs.beta * torch.sigmoid(-pairs.beta * (ratios[0] - ratios[1]))
+    # omega (grad sum_t l_t+ - grad sum_t l_t-)
     add((omega * sums[0]).sum())
     add(-(omega * sums[1]).sum())
     if pairs.normalization == "pairs":
         return float(size)
+    # the paper's normalisation: response tokens of both branches
     return float(sum(len(losses) for losses, _ in branches))
 
 
@@ -170,12 +176,15 @@ def fisher_drift(drift: Drift, parameters: Mapping[str, Tensor], names: Any) -> 
         stored = next(n for n in names(name) if n in drift.reference)
         weight = parameter.detach()
         wide = torch.promote_types(weight.dtype, torch.float32)
+        # W - W_ref, subtracted in float64 since the drift is small next to W
         away = weight.to(wide).double() - drift.reference[stored].to(weight.device).double()
         if drift.fisher:
+            # eq. V_layer: V = F o (W - W_ref)
             drifts[name] = drift.fisher[stored].to(weight.device).double() * away
         else:
             left, right = (f.to(weight.device).double() for f in drift.factors[stored])
             columns = away if away.dim() == 2 else away.unsqueeze(1)
+            # Kronecker: V = S_F (W - W_ref) A_F
             drifts[name] = (left @ columns @ right).reshape(away.shape)
     return drifts
 
@@ -195,8 +204,11 @@ def corrected_fisher(
         gradients: (rows, columns) of each sequence's summed log-likelihood.
         tokens: response tokens of all sequences.
     """
+    # column ij of the Kronecker product is the flattened l_i r_j^T
     u = torch.kron(left, right)
+    # Lambda_ij = sum over sequences of <g, u_ij>^2 / tokens
     eigenvalues = sum(((g.flatten() @ u).square() for g in gradients), u.new_zeros(len(u))) / tokens
+    # K = U Lambda U^T
     return u @ eigenvalues.diag() @ u.T
 
 
@@ -205,6 +217,7 @@ def damped_solve(K: Tensor, matrix: Tensor, damping: float) -> Tensor:
 
     That mean is trace / size, and takes no eigenvalues.
     """
+    # mu = damping tr(K) / size
     mu = damping * K.trace() / len(K)
     solved: Tensor = torch.linalg.solve(K + mu * torch.eye(len(K), dtype=K.dtype), matrix.flatten())
     return solved.reshape(matrix.shape)
@@ -226,8 +239,11 @@ def damped_directions(
         stored = next(n for n in names(name) if n in factors.eigenvalues)
         parts = (factors.left[stored], factors.right[stored], factors.eigenvalues[stored])
         left, right, values = (part.to(m.device).double() for part in parts)
+        # left^T m right: m in the eigenbasis
         shrunk = torch.einsum("oa,oi,ib->ab", left, m.double(), right)
+        # over Lambda + mu
         shrunk /= values + damping * values.mean()
+        # back: left (..) right^T
         directions[name] = torch.einsum("oa,ab,ib->oi", left, shrunk, right)
     return directions
 
@@ -275,6 +291,7 @@ def adam_scale(
             return None
         g = None if gradients is None else gradients[name].double()
         if g is not None and not group.get("decoupled_weight_decay"):
+            # Adam's coupled decay is part of the gradient; AdamW's never meets v
             g = g + group["weight_decay"] * parameter.detach().double()
         scale[name] = _adam(group, state, g)
     return scale
@@ -284,15 +301,22 @@ def _adam(group: Mapping[str, Any], state: Mapping[str, Any], g: Tensor | None) 
     (b1, b2), eps, steps = group["betas"], group["eps"], int(state["step"])
     m, v = state["exp_avg"].double(), state["exp_avg_sq"].double()
     largest = state["max_exp_avg_sq"].double() if group.get("amsgrad") else torch.zeros_like(v)
+    # ``steps`` were taken: the step to come is s = steps + 1
     c = (1 - b1) / (1 - b1 ** (steps + 1))
     if g is None:
+        # v^ before the step, corrected by the steps that were taken
         second_moment = (largest if group.get("amsgrad") else v) / (1 - b2**steps)
         scale: Tensor = c / (second_moment.clamp(min=EPSILON_FLOOR).sqrt() + eps)
         return scale
+    # m^ and v^ after the step with g
     m = (b1 * m + (1 - b1) * g) / (1 - b1 ** (steps + 1))
     v = (b2 * v + (1 - b2) * g.square()) / (1 - b2 ** (steps + 1))
+    # amsgrad's maximum of v, with the bias correction of this step
     largest = largest / (1 - b2 ** (steps + 1))
+    # the denominator moves with g only where v^ itself is the largest
     moves = (v > EPSILON_FLOOR) & (v > largest)
+    # sqrt(v^), of amsgrad's maximum where that is larger, no smaller than the floor
     root = torch.maximum(v, largest).clamp(min=EPSILON_FLOOR).sqrt()
+    # m^ (1 - b2) g / ((1 - b2^s) sqrt(v^) (sqrt(v^) + eps)^2)
     second = m * (1 - b2) * g / ((1 - b2 ** (steps + 1)) * root * (root + eps).square())
     return torch.as_tensor(c / (root + eps) - torch.where(moves, second, 0.0))

@@ -82,8 +82,10 @@ def _directions(call: Rule) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b 
     for x in (call.query, call.key):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if call.normalised:
+            # x / sqrt(|x|^2 + eps)
             wide = wide / (wide.square().sum(-1, keepdim=True) + _EPSILON).sqrt()
         normalised.append(wide.repeat_interleave(call.value.shape[1] // x.shape[1], dim=1))
+    # the query carries the scale 1 / sqrt(d)
     return normalised[0] / normalised[0].shape[-1] ** 0.5, normalised[1]
 
 
@@ -99,11 +101,17 @@ def delta_rule(call: Rule, *, constant_past: bool = False) -> Float[Tensor, "b h
     state = key.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
     outputs = []
     for t in range(value.shape[2]):
+        # self-only: what earlier positions have written is a constant
         incoming = state.detach() if constant_past else state
+        # D_t = exp(g_t) S_{t-1}
         decayed = decay[:, :, t, None, None].exp() * incoming
+        # D_t^T k_t
         predicted = torch.einsum("bhdv,bhd->bhv", decayed, key[:, :, t])
+        # u_t = beta_t (v_t - D_t^T k_t)
         written = beta[:, :, t, None] * (value[:, :, t] - predicted)
+        # S_t = D_t + k_t u_t^T
         state = decayed + torch.einsum("bhd,bhv->bhdv", key[:, :, t], written)
+        # o_t = S_t^T q_t
         outputs.append(torch.einsum("bhdv,bhd->bhv", state, query[:, :, t]))
     return torch.stack(outputs, 2)
 
@@ -119,7 +127,9 @@ def convolve(call: Convolution, *, constant_past: bool = False) -> Float[Tensor,
     total = torch.zeros_like(call.x)
     for tap in range(width):
         back = width - 1 - tap
+        # self-only: tap 0, the position's own input, alone has a gradient
         source = call.x.detach() if constant_past and back else call.x
+        # z_t = sum_j taps_j x_{t-j}, ``back`` = j
         total = total + call.weight[:, tap, None] * F.pad(source, (back, 0))[..., :length]
     if call.bias is not None:
         total = total + call.bias[:, None]
@@ -138,10 +148,14 @@ def coefficients(call: Rule) -> Float[Tensor, "b h t t"]:
     result = key.new_zeros(rows, heads, length, length)
     written = torch.zeros_like(key)  # what is left at k of what each t has written
     for k in range(length):
+        # (I - beta_k k_k k_k^T) on what earlier t have written
         kept = torch.einsum("bhtd,bhd->bht", written, key[:, :, k]) * beta[:, :, k, None]
         written = written - torch.einsum("bht,bhd->bhtd", kept, key[:, :, k])
+        # exp(g_k): together P_k
         written = written * decay[:, :, k, None, None].exp()
+        # what k writes of v_k: beta_k k_k
         written[:, :, k] = beta[:, :, k, None] * key[:, :, k]
+        # A_kt = q_k^T P_k .. P_{t+1} beta_t k_t
         result[:, :, k] = torch.einsum("bhtd,bhd->bht", written, query[:, :, k])
     return result
 
@@ -174,11 +188,13 @@ def propagated_parts(
         weights = weights.mean(1, keepdim=True).expand_as(weights)
     terms = []
     for k in range(weights.shape[2]):
+        # (d o_k / d v_p)^T e_k = A_kp e_k at every p
         at_values = weights[:, :, k].unsqueeze(-1) * error[:, :, k].unsqueeze(2).to(weights)
         term = to_input(at_values)
         # The input may begin earlier than the rule does (a cache pads it): places from the end.
         place = torch.arange(term.shape[-1], device=term.device)
         place = place - term.shape[-1] + weights.shape[2]
+        # t in [k - W, k)
         in_window = place < k
         if window is not None:
             in_window = in_window & (place >= k - window)
@@ -209,6 +225,7 @@ class DeltaNet:
 
     def call(self, x: Float[Tensor, "t m"], *, values_only: bool = False) -> Rule:
         """The rule's inputs at the layer's inputs x; ``values_only``: all others constant."""
+        # the value path: queries, keys and gates are constants
         constant = x.detach() if values_only else x
         mixed = torch.cat([constant @ self.w_q.T, constant @ self.w_k.T, x @ self.w_v.T], -1)
         convolution = self._convolution(mixed, F.silu)
@@ -254,7 +271,9 @@ def value_path(net: DeltaNet, x: Float[Tensor, "t m"]) -> Float[Tensor, "k v t m
     for k in range(length):
         for t in range(k + 1):
             for j in range(min(width, k - t + 1)):
+                # taps_j f'(z_{t+j}) of the values' channels
                 channels = net.taps[first:, width - 1 - j] * slopes[first:, t + j]
+                # A_{k,t+j} diag(taps_j f'(z_{t+j})) W_V
                 result[k, :, t] += weights[k, t + j] * channels[:, None] * net.w_v
     return result
 
@@ -284,6 +303,7 @@ def left_out_bound(net: DeltaNet, x: Float[Tensor, "t m"]) -> Float[Tensor, "k t
     state, incoming, states = x.new_zeros(d, value.shape[-1]), [], []
     for t in range(length):
         incoming.append(decay[t] * state)
+        # v_t - D_t^T k_t
         rest = value[t] - incoming[t].T @ key[t]
         state = incoming[t] + beta[t] * torch.outer(key[t], rest)
         states.append(state)
@@ -301,12 +321,18 @@ def left_out_bound(net: DeltaNet, x: Float[Tensor, "t m"]) -> Float[Tensor, "k t
         for p in range(k, -1, -1):
             rest = value[p] - incoming[p].T @ key[p]
             read = torch.dot(key[p], y)
+            # keys: |u_p| |y| + beta_p |k_p . y| ||D_p||
             through = (rest.norm() * y.norm() + read.abs() * _norm(incoming[p])) * beta[p]
+            # a normalised key's Jacobian has norm at most 1 / |key_p|
             at_keys[p] = through * over[1][p]
+            # (I - beta_p k_p k_p^T) y
             y_before = y - beta[p] * read * key[p]
+            # |k_p . y| |v_p - D_p^T k_p| |dbeta/dx|, sigmoid' = beta (1 - beta)
             by_beta = read.abs() * rest.norm() * beta[p] * (1 - beta[p]) * net.w_beta.norm()
+            # |D_p^T (y - beta_p (k_p . y) k_p)| |dg/da| |w_decay|
             by_decay = (incoming[p].T @ y_before).norm() * steep[p] * net.w_decay.norm()
             at_gates[p] = by_beta + by_decay
+            # the read vector one position earlier: P_p^T y
             y = decay[p] * y_before
         for t in range(k):
             reached = range(min(width, k - t + 1))
@@ -314,6 +340,7 @@ def left_out_bound(net: DeltaNet, x: Float[Tensor, "t m"]) -> Float[Tensor, "k t
                 at_keys[t + j] * tap(1, net.w_k, j, t + j) for j in reached
             )
             if k - t < width:
+                # queries: ||S_k|| / (sqrt(d) |query_k|), where the convolution reaches from t to k
                 size = _norm(states[k]) * over[0][k] / d**0.5
                 bound[k, t] += size * tap(0, net.w_q, k - t, k)
     return bound

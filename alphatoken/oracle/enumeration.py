@@ -62,6 +62,7 @@ def enumerated_log_probabilities(
         for batch in _batches_by_length(prompt, responses)
     ]
     log_probabilities = torch.cat(pieces)
+    # sum_y p(y | x) = 1
     total = float(log_probabilities.detach().double().exp().sum())
     if not abs(total - 1.0) < 1e-3:
         raise InputError(
@@ -90,6 +91,7 @@ def expected_retention_loss(
     loss = torch.zeros(())
     for prompt, q in zip(prompts, reference_probabilities, strict=True):
         log_p = enumerated_log_probabilities(forward, prompt, response_length, vocabulary, eos)
+        # -sum_y q(y | x) log p_theta(y | x), mean over prompts
         loss = loss - (q.detach() * log_p).sum() / len(prompts)
     return loss
 
@@ -128,6 +130,7 @@ def exact_fisher(
             log_p = enumerated_log_probabilities(forward, prompt, response_length, vocabulary, eos)
             for one in log_p:
                 g = flatten(gradient(one, parameters))
+                # p(y | x) g g^T, g = grad log p(y | x) of the whole response
                 fisher += one.detach().exp() * torch.outer(g, g) / len(prompts)
     return fisher
 
@@ -154,6 +157,7 @@ def exact_token_fisher(
         size = sum(parameter.numel() for parameter in parameters.values())
         fisher = logits.new_zeros((size, size))
         for row, token in mask.nonzero().tolist():
+            # every label c at position p = i - 1: pi_p(c) g_pc g_pc^T
             for one in torch.log_softmax(logits[row, token - 1], dim=-1):
                 g = flatten(gradient(one, parameters))
                 fisher += one.detach().exp() * torch.outer(g, g) / rows
@@ -188,8 +192,10 @@ def monte_carlo_fisher(
             response = _sample(forward, prompt, response_length, eos, generator)
             (batch,) = _batches_by_length(prompt, [response])
             log_p = sequence_log_probabilities(forward, batch)
+            # eq. mc_fisher: the square of one response's gradient, not of a batch's
             draws.append(flatten(gradient(log_p.sum(), parameters)) ** 2)
     squares = torch.stack(draws)
+    # E[g^2], and its standard error std / sqrt(samples)
     return squares.mean(dim=0), squares.std(dim=0) / samples**0.5
 
 
@@ -202,6 +208,7 @@ def _sample(
             ids = torch.cat([prompt, prompt.new_tensor(response)]).unsqueeze(0)
             logits = forward({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
             probabilities = torch.softmax(logits[0, -1], dim=-1)
+            # y_i ~ p(. | x, y_<i) at temperature 1: the model's own labels, not observed ones
             token = torch.multinomial(probabilities.cpu(), 1, generator=generator)
             response = (*response, int(token))
     return response
@@ -209,6 +216,7 @@ def _sample(
 
 def _batches_by_length(prompt: Tensor, responses: Sequence[tuple[int, ...]]) -> Iterator[Batch]:
     """One unpadded batch for each response length, shortest first, order kept within it."""
+    # no padding, so that no mask can be wrong
     for length in sorted({len(response) for response in responses}):
         chosen = [list(response) for response in responses if len(response) == length]
         tail = torch.tensor(chosen, dtype=prompt.dtype, device=prompt.device)

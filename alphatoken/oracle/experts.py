@@ -50,6 +50,7 @@ def _row_by_row(
 ) -> Tensor:
     outputs = []
     for n in range(len(args[0] if args else next(iter(kw.values())))):
+        # W^(t): leaves of the graph that only position t uses
         fresh = {
             parameter: value.detach().clone().requires_grad_()
             for parameter, value in module.named_parameters(recurse=False)
@@ -106,6 +107,7 @@ def expert_influence(
         losses = run_losses(forward, batch)
     rows, length = batch["labels"].shape
     lacking = set(direction) - copies.keys()
+    # a copy for each of the b t positions, row by row
     odd = [name for name in copies if len(copies[name]) != rows * length]
     if lacking or odd:
         raise InputError(
@@ -118,8 +120,10 @@ def expert_influence(
     absolute = {name: torch.zeros_like(term) for name, term in terms.items()}
     for (b, i), loss in losses.items():
         for name, m in direction.items():
+            # the copies of row b alone: rows do not interact
             by_position = _entries(loss, copies[name][b * length : (b + 1) * length], m)
             for t, entries in by_position.items():
+                # Psi[b, k, t] = <d l_k / d W^(t), M>, k = i - 1
                 terms[name][b, i - 1, t] = entries.sum()
                 absolute[name][b, i - 1, t] = entries.abs().sum()
     return Influence(terms, absolute)

@@ -80,6 +80,7 @@ def scalar_losses(
     padded position cannot reach it through a multiplication by zero.
     """
     return {
+        # l_i = -log pi(z_i | z_<i): the logits at i - 1 predict token i
         (b, i): -torch.log_softmax(logits[b, i - 1], dim=-1)[int(labels[b, i])]
         for b, i in response_tokens(labels)
     }
@@ -243,6 +244,7 @@ def label_values(
     gradients = per_token_gradients(model, forward, batch, parameters, chosen)
     for (b, i), gradient in zip(chosen, gradients, strict=True):
         for name, part in gradient.items():
+            # eq. grad_alignment: sum_theta <d l_i / d theta, M_theta>
             values[b, i] += torch.sum(part.double() * direction[name].double()).to(values.device)
     return values
 
@@ -274,8 +276,10 @@ def validation_gradient(
     count = 0
     for batch in several:
         for gradient in per_token_gradients(model, forward, batch, wanted):
+            # n over all batches together: the mean is over tokens, not over batches
             count += 1
             for name, part in gradient.items():
+                # sum_v grad l_v, one token after the other
                 total[name] += part.double()
     if count == 0:
         raise InputError(
@@ -284,6 +288,7 @@ def validation_gradient(
             why="the mean over nothing has no gradient",
             remedy="check how labels are made",
         )
+    # grad J_tgt = (1 / n) sum_v grad l_v
     return {name: tensor / count for name, tensor in total.items()}
 
 
@@ -314,5 +319,7 @@ def standard_errors(
     squares = torch.zeros_like(whole)
     for left_out in range(count):
         rest = [one for place, one in enumerate(validation) if place != left_out]
+        # (v_b - v)^2, v_b without validation batch b
         squares += (against(rest) - whole) ** 2
+    # sqrt((H - 1) / H sum_b (v_b - v)^2)
     return torch.sqrt(squares * (count - 1) / count)

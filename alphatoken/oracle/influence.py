@@ -131,6 +131,7 @@ def moved_outputs(
         assert isinstance(weight, Tensor)
         m = _direction_of(use.name, weight, by_identity)
         letters = "io" if use.name in transposed else "oi"
+        # M x_t; the letters of M follow its layout, (o, i) or (i, o)
         moved.append(torch.einsum(f"bti,{letters}->bto", use.x.double(), m))
     return moved
 
@@ -195,13 +196,17 @@ def exact_influence(
     absolute = {name: torch.zeros_like(term) for name, term in terms.items()}
     outputs = [use.s for use in uses]
     for (b, i), loss in losses.items():
+        # row k is the label position that predicts token i
         k = i - 1
+        # delta_t = d l_k / d s_t of every use, one backward for each k
         deltas = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
         for use, delta, mx in zip(uses, deltas, moved, strict=True):
             if delta is None:  # this loss does not see this use
                 continue
             delta_row = delta[b].double()
+            # Psi_l[k, t] = sum_o (d l_k / d s_t)_o (M x_t)_o
             terms[use.name][b, k] += torch.einsum("to,to->t", delta_row, mx[b]).cpu()
+            # sum_o |delta_o| |(M x)_o|: rounding is relative to this, not to Psi
             absolute[use.name][b, k] += torch.einsum("to,to->t", delta_row.abs(), mx[b].abs()).cpu()
     return Influence(terms, absolute)
 
@@ -248,5 +253,6 @@ def unassigned(
     With it the column readouts of the response add up to <grad L, M> again (gap 1).
     """
     predicts = torch.zeros_like(labels, dtype=torch.bool)
+    # position p predicts token p + 1
     predicts[:, :-1] = labels[:, 1:] != -100
     return torch.where(predicts.to(values_by_position.device), 0.0, values_by_position).sum(dim=1)

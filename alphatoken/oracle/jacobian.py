@@ -150,10 +150,12 @@ def rotary_matrix(
     """
     length, rotated = cos.shape
     half = rotated // 2
+    # turn u = (-u_2, u_1), the two halves of the rotated dimensions exchanged
     turn = torch.zeros(rotated, rotated, dtype=cos.dtype, device=cos.device)
     turn[range(half), range(half, rotated)] = -1.0
     turn[range(half, rotated), range(half)] = 1.0
     matrix = torch.eye(width, dtype=cos.dtype, device=cos.device).repeat(length, 1, 1)
+    # R_t = Diag(cos_t) + Diag(sin_t) turn; the identity beyond r
     matrix[:, :rotated, :rotated] = torch.diag_embed(cos) + sin[:, :, None] * turn
     return matrix
 
@@ -171,8 +173,10 @@ def rms_norm_jacobian(
     u: Float[Tensor, " n"], weight: Float[Tensor, " n"], eps: float
 ) -> Float[Tensor, "n n"]:
     """N = Diag(w) (I - u u^T / (n r^2)) / r."""
+    # r^2 = mean(u^2) + eps
     mean_square = u.square().mean() + eps
     identity = torch.eye(len(u), dtype=u.dtype, device=u.device)
+    # I - u u^T / (n r^2), from dr/du = u / (n r)
     projected = identity - torch.outer(u, u) / (len(u) * mean_square)
     return weight[:, None] * projected / torch.sqrt(mean_square)
 
@@ -184,6 +188,7 @@ def _project(
     u = x @ weight.T
     if bias is not None:
         u = u + bias
+    # a norm per head acts on each width d alone, one over the projection before the split
     split = u.unflatten(-1, (heads, -1))
     if norm is not None:
         if len(norm) == split.shape[-1]:
@@ -197,6 +202,7 @@ def _project(
 def _rotate(spec: AttentionSpec, u: Tensor) -> Tensor:
     if spec.cos is None or spec.sin is None:
         return u
+    # R_t u_t
     return torch.einsum("tij,htj->hti", rotary_matrix(spec.cos, spec.sin, u.shape[-1]), u)
 
 
@@ -206,10 +212,12 @@ def _weights(logits: Tensor, allowed: Tensor, sink: Tensor | None) -> Tensor:
     top = logits.detach().amax(dim=-1, keepdim=True)
     if sink is not None:
         top = torch.maximum(top, sink.detach())
+    # no key and no sink: exp(-inf - 0) = 0, where exp(-inf + inf) is NaN
     top = torch.where(top.isinf(), 0.0, top)
     weights = torch.exp(logits - top)
     total = weights.sum(dim=-1, keepdim=True)
     if sink is not None:
+        # a sink is one more term of the denominator, with no value
         total = total + torch.exp(sink - top)
     return weights / torch.where(total == 0, 1.0, total)
 
@@ -217,21 +225,27 @@ def _weights(logits: Tensor, allowed: Tensor, sink: Tensor | None) -> Tensor:
 def attend(spec: AttentionSpec, x: Float[Tensor, "t m"]) -> AttentionState:
     """The layer's forward pass on one sequence, head by head; differentiable in x."""
     eps = spec.norm_eps
+    # q_k = R_k norm(W_Q x_k)
     query = _rotate(spec, _project(x, spec.w_q, spec.b_q, spec.q_norm, eps, spec.heads))
+    # k_t = R_t norm(W_K x_t)
     key = _rotate(spec, _project(x, spec.w_k, spec.b_k, spec.k_norm, eps, spec.groups))
+    # v_t = W_V x_t: neither normed nor rotated
     value = _project(x, spec.w_v, spec.b_v, None, eps, spec.groups)
     slopes, alphas, outputs = [], [], []
     for h in range(spec.heads):
         g = spec.group_of(h)
+        # c q_k . k_t; the paper's c is 1 / sqrt(d_h)
         logits = spec.scale * query[h] @ key[g].T
         slope = torch.ones_like(logits)
         if spec.softcap is not None:
             logits = spec.softcap * torch.tanh(logits / spec.softcap)
+            # f = 1 - (s / cap)^2 = d s / d (c q_k . k_t), since tanh' = 1 - tanh^2
             slope = 1 - (logits / spec.softcap).square()
         sink = None if spec.sinks is None else spec.sinks[h]
         alpha = _weights(logits, spec.allowed(len(x)), sink)
         slopes.append(slope)
         alphas.append(alpha)
+        # o_k = sum_t alpha_kt v_t
         outputs.append(alpha @ value[g])
     return AttentionState(
         query, key, value, torch.stack(slopes), torch.stack(alphas), torch.stack(outputs)
@@ -253,6 +267,7 @@ def jacobian_by_autograd(
     assert isinstance(full, Tensor)
     jacobian = full.permute(0, 1, 3, 2, 4).clone()
     same = torch.arange(len(x))
+    # at t = k x_t moves the query as well: that is outside the formula
     jacobian[:, same, same] = 0.0
     return jacobian
 
@@ -261,11 +276,13 @@ def _norm_matrix(spec: AttentionSpec, x_t: Tensor, group: int) -> Tensor:
     """N_t of key head g: (d, d) of a norm per head, (d, G d) rows of one over the projection."""
     assert spec.k_norm is not None
     own = slice(group * spec.head_dim, (group + 1) * spec.head_dim)
+    # N_t is the norm's Jacobian at u = W_K x_t + b_K
     u = spec.w_k @ x_t
     if spec.b_k is not None:
         u = u + spec.b_k
     if len(spec.k_norm) == spec.head_dim:
         return rms_norm_jacobian(u[own], spec.k_norm, spec.norm_eps)
+    # the rows of head g: such a norm mixes the heads of the projection
     return rms_norm_jacobian(u, spec.k_norm, spec.norm_eps)[own]
 
 
@@ -275,6 +292,7 @@ def _key_factors(spec: AttentionSpec, x: Tensor, t: int, g: int) -> list[Tensor]
     [R_t, N_t, E] with E choosing the rows of the projection that this key head depends on.
     """
     d = spec.head_dim
+    # E: the rows of key head g
     own = torch.eye(len(spec.w_k), dtype=x.dtype, device=x.device)[g * d : (g + 1) * d]
     factors = []
     if spec.cos is not None and spec.sin is not None:
@@ -282,6 +300,7 @@ def _key_factors(spec: AttentionSpec, x: Tensor, t: int, g: int) -> list[Tensor]
     if spec.k_norm is not None:
         factors.append(_norm_matrix(spec, x[t], g))
         if len(spec.k_norm) != d:
+            # E = I: a norm over the projection reads the rows of all key heads
             own = torch.eye(len(spec.w_k), dtype=x.dtype, device=x.device)
     return [*factors, own]
 
@@ -313,6 +332,7 @@ def key_norm_bound(spec: AttentionSpec, x: Float[Tensor, "t m"]) -> Float[Tensor
     for g in range(spec.groups):
         for t in range(len(x)):
             *maps, own = _key_factors(spec, x, t, g)
+            # ||R_t|| ||N_t|| ||E W_K||: the norm of a product is at most that product
             norm = _operator_norm(own @ spec.w_k)
             for factor in maps:
                 norm = norm * _operator_norm(factor)
@@ -345,14 +365,18 @@ def cross_position_jacobian(spec: AttentionSpec, x: Float[Tensor, "t m"]) -> Cro
     rotary embedding, key norm, soft-cap and sinks). Oracle: :func:`jacobian_by_autograd`.
     """
     state, keys = attend(spec, x), key_jacobian(spec, x)
+    # W_V^g of every key/value head
     values = spec.w_v.unflatten(0, (spec.groups, -1))
     length = len(x)
     shape = (spec.heads, length, length, spec.value_dim, x.shape[1])
     value_path, score_path = x.new_zeros(shape), x.new_zeros(shape)
     for h, g, k, t in _pairs(spec, length):
         alpha = state.alpha[h, k, t]
+        # eq. app_two_paths, first term: alpha W_V
         value_path[h, k, t] = alpha * values[g]
+        # d alpha_ki / d (c q_k . k_t) = f alpha_ki (1[i = t] - alpha_kt), summed over v_i
         factor = spec.scale * state.slope[h, k, t] * alpha
+        # eq. app_score_path: c f alpha (v_t - o_k) (x) (B_t^T q_k)
         score_path[h, k, t] = factor * torch.outer(
             state.value[g, t] - state.output[h, k], keys[g, t].T @ state.query[h, k]
         )
@@ -368,11 +392,16 @@ def _pair_norms(
     for h, g, k, t in _pairs(spec, len(x)):
         query = state.query[h, k]
         if key_factor is None:
+            # eq. app_score_residual: ||B_t^T q_k||
             pulled = torch.linalg.vector_norm(keys[g, t].T @ query)
         else:
+            # eq. app_value_path_bound: ||B_t^T q_k|| <= ||q_k|| ||B_t||, and ||B_t|| <= key_factor
             pulled = torch.linalg.vector_norm(query) * key_factor[g, t]
+        # c f alpha; a norm takes |c|
         factor = abs(spec.scale) * state.slope[h, k, t] * state.alpha[h, k, t]
+        # ||v_t - o_k|| tends to 0 as alpha tends to 1: the residual vanishes at both ends of alpha
         deviation = torch.linalg.vector_norm(state.value[g, t] - state.output[h, k])
+        # ||u (x) v||_op = ||u|| ||v||
         norms[h, k, t] = factor * deviation * pulled
     return norms
 
@@ -402,6 +431,7 @@ def residual_after_output(
 ) -> Float[Tensor, "t t n m"]:
     """Residual of the attention block: sum_h W_O^h (J^h - alpha^h W_V)."""
     per_head = w_o.unflatten(1, (score_path.shape[0], -1))
+    # W_O^h are the columns of W_O that head h is multiplied with
     return torch.einsum("nhv,hktvm->ktnm", per_head, score_path)
 
 
@@ -415,7 +445,9 @@ def output_bounds(
     """
     per_head = w_o.unflatten(1, (len(bound), -1))
     norms = torch.stack([_operator_norm(per_head[:, h]) for h in range(len(bound))])
+    # triangle inequality over heads: sum_h ||W_O^h|| b_h
     by_head = torch.einsum("h,hkt->kt", norms, bound)
+    # W_O on the stacked heads: ||W_O|| (sum_h b_h^2)^(1/2)
     return by_head, _operator_norm(w_o) * bound.square().sum(0).sqrt()
 
 
@@ -444,8 +476,11 @@ def value_propagation_error(
     state = attend(spec, x)
     error = torch.zeros_like(state.alpha)
     for h, g, k, t in _pairs(spec, len(x)):
+        # R_t N_t M_K x_t: how k_t moves when W_K moves by M_K
         moved_key = _product(_key_factors(spec, x, t, g)) @ (m_k @ x[t])
         factor = spec.scale * state.slope[h, k, t] * state.alpha[h, k, t]
+        # (v_t - o_k) . e_k
         pull = torch.dot(state.value[g, t] - state.output[h, k], head_errors[h, k])
+        # what eq. app_score_path gives through W_K: c f alpha ((v_t - o_k).e_k) (q_k . dk_t)
         error[h, k, t] = factor * pull * torch.dot(state.query[h, k], moved_key)
     return error

@@ -68,6 +68,7 @@ def dpo_margin(
     """``s``, the preference logit of each pair, from the policy's logits of both branches."""
     chosen = branch_log_probabilities(chosen_logits, known_labels(pairs.chosen))
     rejected = branch_log_probabilities(rejected_logits, known_labels(pairs.rejected))
+    # s = beta [ (log pi - log pi_ref)(y+) - (log pi - log pi_ref)(y-) ]
     return beta * ((chosen - pairs.reference_chosen) - (rejected - pairs.reference_rejected))
 
 
@@ -95,6 +96,7 @@ def dpo_token_errors(
     """
     omega = dpo_omega(dpo_margin(chosen_logits, rejected_logits, pairs, beta), beta)
     return (
+        # delta = +omega delta~ on y+, -omega delta~ on y-
         _errors(chosen_logits, known_labels(pairs.chosen), omega),
         _errors(rejected_logits, known_labels(pairs.rejected), -omega),
     )
@@ -134,9 +136,12 @@ def masked_dpo_gradient(
     with undisturbed(model, parameters):
         chosen, rejected = _both(forward, pairs)
         if omega is None:
+            # eq. dpo_masked_loss: omega_sg from all tokens, masked ones too
             omega = dpo_omega(dpo_margin(chosen, rejected, pairs, beta), beta)
+        # sum_t m_t+ l_t+ and sum_t m_t- l_t-
         kept = (keep_chosen * token_losses(chosen, known_labels(pairs.chosen))).sum(1)
         dropped = (keep_rejected * token_losses(rejected, known_labels(pairs.rejected))).sum(1)
+        # grad of E[ omega_sg sum_t (m+ l+ - m- l-) ]
         return gradient((omega * (kept - dropped)).mean(), parameters)
 
 
@@ -167,8 +172,10 @@ def masked_dpo_omega(
         (pairs.chosen, pairs.rejected), logits, reference_logits, keep, strict=True
     ):
         labels = known_labels(batch)
+        # log (pi / pi_ref) = l_ref - l
         ratios = token_losses(reference.double(), labels) - token_losses(policy.double(), labels)
         sums.append((kept * ratios.detach()).sum(1))
+    # beta sigmoid(-s) = beta / (1 + exp(s)), s of the kept tokens alone
     return beta / (1.0 + torch.exp(beta * (sums[0] - sums[1])))
 
 
@@ -195,6 +202,7 @@ def preference_objective(
     if normalisation == "pairs":
         return mean
     tokens = sum(int(batch_mask(batch).sum()) for batch in (pairs.chosen, pairs.rejected))
+    # sum over pairs of -log sigmoid(s), / response tokens of both branches
     return mean * count / tokens
 
 
@@ -212,6 +220,7 @@ def _errors(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
     for row, token in (labels != IGNORED).nonzero().tolist():
         if token == 0:
             continue
+        # delta~ = d l / d logits = softmax - one-hot of the label
         error = torch.softmax(logits[row, token - 1].detach(), dim=-1)
         error[labels[row, token]] -= 1.0
         errors[row, token - 1] = weight[row] * error

@@ -83,6 +83,7 @@ def head_output_errors(
     outputs = list(head_outputs())
     errors = [torch.zeros_like(output, dtype=torch.float64) for output in outputs]
     for (b, i), loss in losses.items():
+        # d l_k / d o_j for every j; only j = k is the self-only error e_k
         gradients = torch.autograd.grad(loss, outputs, retain_graph=True)
         for error, gradient in zip(errors, gradients, strict=True):
             error[b, :, i - 1] = gradient[b, :, i - 1].double()
@@ -111,15 +112,19 @@ def value_propagation_pairs(
     pairs = torch.zeros(rows, length, length, dtype=torch.float64, device=alpha.device)
     for b in range(rows):
         for t in range(length):
+            # M_V x_t of every key/value head
             moved = layer.direction.double() @ layer.inputs[b, t].double()
             for k in range(t + 1, length):
                 for h in range(heads):
+                    # g(h): adjacent query heads share a key/value head
                     g = h // (heads // groups)
                     error = layer.errors[b, h, k].double()
                     weight = alpha[b, h, k, t]
                     if head_reduction == "mean":
+                        # the paper's scalar alpha: mean over all query heads
                         weight = alpha[b, :, k, t].mean()
                     moved_value = moved[g * width : (g + 1) * width]
+                    # eq. app_causal_rank1, against M_V^g: alpha e_k . (M_V^g x_t)
                     pairs[b, k, t] += weight * torch.dot(error, moved_value)
     return pairs
 
@@ -153,7 +158,9 @@ def value_propagation(
     reach = length if window is None else window
     values = torch.zeros(rows, length, dtype=torch.float64, device=pairs.device)
     for p in range(length):
+        # y_t is predicted at p and read at p + 1; the paper writes t for both
         u = p if causal_position == "label" else p + 1
+        # eq. phi_tgt_causal: k in (t, min(t + W, T)], the last position being length - 1
         for k in range(u + 1, min(u + reach, length - 1) + 1):
             values[:, p] += pairs[:, k, u]
     return values
@@ -181,7 +188,9 @@ def equation_causal_decomp(
 
     Source: eq. causal_decomp with eq. phi_tgt_causal for its second term.
     """
+    # eq. causal_decomp, first term: <grad l_t, M>
     own = label_values(model, forward, batch, direction)
+    # eq. causal_decomp, second term, by its Value-Propagation
     propagated = to_token_index(
         value_propagation(
             layers, window=window, causal_position=causal_position, head_reduction=head_reduction
@@ -224,19 +233,26 @@ def via_t(
     rows, length = batch["labels"].shape
     values = torch.zeros(rows, length, length, dtype=torch.float64)
     for (b, i), loss in losses.items():
+        # token i is predicted from label position k = i - 1
         k = i - 1
+        # l = 1 .. L: h^{l-1} and h^l
         for below, above in pairwise(states):
+            # eq. app_via_t: delta_k^l = d l_k / d h_k^l, other positions set to 0
             (error,) = torch.autograd.grad(loss, above, retain_graph=True)
             at_k = torch.zeros_like(error)
             at_k[b, k] = error[b, k]
+            # u = delta_k^l J_{k,t}^l at every t, J_{k,t}^l = d h_k^l / d h_t^{l-1}
             (routed,) = torch.autograd.grad(above, below, at_k, retain_graph=True)
+            # t = k too: by J_{k,k} weights count once for every block above them
             for t in range(k + 1):
+                # u . h_t^{l-1}; u is constant, so its gradient is u Theta_t^{l-1}
                 reached = torch.dot(routed[b, t], below[b, t])
                 gradients = torch.autograd.grad(
                     reached, list(parameters.values()), retain_graph=True, allow_unused=True
                 )
                 for name, gradient in zip(parameters, gradients, strict=True):
                     if gradient is not None:
+                        # <u Theta_t^{l-1}, M>
                         part = torch.sum(gradient.double() * direction[name].double())
                         values[b, k, t] += part.cpu()
     return values
@@ -287,6 +303,7 @@ def one_hop(
     """
     with recorded_uses(modules) as uses:
         losses = run_losses(forward, batch)
+    # M^l' x_t^l' of every use
     moved = moved_outputs(model, uses, modules, direction, transposed=transposed)
     rows, length = batch["labels"].shape
     values = torch.zeros(rows, length, length, dtype=torch.float64)
@@ -294,17 +311,23 @@ def one_hop(
     for (b, i), loss in losses.items():
         k = i - 1
         for hop in hops():
+            # d l_k / d o_j; only j = k, so that this layer is the one hop
             (error,) = torch.autograd.grad(loss, hop.output, retain_graph=True)
             at_k = torch.zeros_like(error)
             at_k[b, :, k] = error[b, :, k]
+            # (gk, gv) at every t: (d o_k / d k_t)^T e_k and (d o_k / d v_t)^T e_k
             to_key, to_value = torch.autograd.grad(
                 hop.output, (hop.key, hop.value), at_k, retain_graph=True
             )
+            # t < k: what stays at k is no hop
             for t in range(k):
+                # gk . k_t + gv . v_t, with gk and gv constant
                 reached = torch.sum(to_key[b, :, t] * hop.key[b, :, t])
                 reached = reached + torch.sum(to_value[b, :, t] * hop.value[b, :, t])
+                # uses at t alone are read below: no second change of position is counted
                 deltas = torch.autograd.grad(reached, uses_s, retain_graph=True, allow_unused=True)
                 for delta, mx in zip(deltas, moved, strict=True):
                     if delta is not None:
+                        # delta_t^l' . (M^l' x_t^l')
                         values[b, k, t] += torch.dot(delta[b, t].double(), mx[b, t]).cpu()
     return values

@@ -109,6 +109,7 @@ class DeltaUse:
     def to_input(self, at_values: Tensor) -> Tensor:
         """An error at the values, brought to the convolution's input through every tap."""
         value = self.rule.value
+        # values -> what left the convolution -> its input
         (at_y,) = torch.autograd.grad(value, self.y, at_values.to(value), retain_graph=True)
         (error,) = torch.autograd.grad(self.every, self.front.x, at_y, retain_graph=True)
         return error
@@ -126,6 +127,7 @@ class Trace:
 
     def on_block(self, module: nn.Module, args: Any) -> None:
         """Hook before a decoder block runs."""
+        # one run of a block: a block that runs twice has its uses twice
         self.execution += 1
 
     def on_linear(
@@ -157,6 +159,7 @@ class Trace:
         hidden, chosen, weights = (*args, *kwargs.values())
         module: Any = mixture.module
         count = next(p.shape[0] for p in mixture.tensors().values())
+        # w_e of every expert, 0 where it was not chosen
         router = weights.new_zeros(len(hidden), count).scatter_add(1, chosen, weights)
         output: Any = 0
         for expert in range(count):
@@ -167,6 +170,7 @@ class Trace:
             outer = self._expert(mixture, "down_proj", expert, inner)
             if module.has_post_expert_norm:
                 outer = module.post_expert_norm(outer)
+            # y = sum_e w_e D_e(act(U_e x))
             output = output + router[:, expert, None] * outer
         mixed: Tensor = output.to(hidden.dtype)
         return mixed
@@ -195,6 +199,7 @@ class Trace:
             kernel = native(call.query, call.key, call.value)
         self_only, alpha = split_attention(call)
         values = _per_head(call.value, call.query).detach().to(alpha).abs()
+        # sum_t alpha_kt |v_t|, by which rounding is measured
         size = (alpha @ values).amax().clamp(min=1e-30)
         error = float((self_only.detach() - kernel).abs().amax() / size)
         if split:  # the kernel's own numbers, the split function's derivatives
@@ -294,10 +299,15 @@ def split_attention(call: Call) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(call.query.dtype, torch.float32)
     query = call.query.to(wide)
     key, value = (_per_head(x, query).to(wide) for x in (call.key, call.value))
+    # c q_k . [k_t]: gradient to the query in full, to no key
     logits = call.scale * query @ key.detach().mT
+    # 0 in value; its gradient is that of c [q_k] . k_k
     own = call.scale * (query.detach() * (key - key.detach())).sum(-1)
+    # s_kt for t < k and s_kk in one matrix
     alpha = _softmax(call, logits + torch.diag_embed(own))
+    # alpha_kk
     diagonal = torch.diagonal(alpha, dim1=-2, dim2=-1).unsqueeze(-1)
+    # o_k = sum_t alpha_kt [v_t] + [alpha_kk] (v_k - [v_k])
     self_only = alpha @ value.detach() + diagonal.detach() * (value - value.detach())
     return self_only, alpha.detach()
 
@@ -317,6 +327,7 @@ def _softmax(call: Call, logits: Tensor) -> Tensor:
         logits = logits + mask.to(logits.dtype)
     if call.sinks is not None:
         column = call.sinks.detach().to(logits).view(1, -1, 1, 1)
+        # a sink takes weight as one more key, and is cut off again: it gives no value
         logits = torch.cat([logits, column.expand(*logits.shape[:-1], 1)], -1)
     alpha = logits.softmax(-1)[..., : call.key.shape[2]]
     return alpha.masked_fill(blind, 0.0)
@@ -354,6 +365,7 @@ def propagated_errors(
             end = use.value
             summed, size = _mixed_back(use, error, window, head_reduction)
         kept = tuple(n for n in range(summed.dim()) if n not in (0, summed.dim() - 2))
+        # cancellation in e~: absolute terms over the absolute value of their sum
         ratio = size.sum(kept) / summed.abs().sum(kept).clamp(min=1e-30)
         for n, linear in enumerate(trace.linears):
             if linear.execution == use.execution:
@@ -368,15 +380,19 @@ def _mixed_back(
 ) -> tuple[Tensor, Tensor]:
     """e~ (b, g, t, d) at the value states, and the sum of its absolute terms."""
     k = torch.arange(use.alpha.shape[-1], device=use.alpha.device)
+    # k in (t, t + W]
     later = k.unsqueeze(-1) > k
     if window is not None:
         later = later & (k.unsqueeze(-1) - k <= window)
     alpha = use.alpha * later
     if head_reduction == "mean":
+        # the paper's scalar alpha, one for all heads
         alpha = alpha.mean(1, keepdim=True).expand_as(alpha)
     groups = use.value.shape[1]
     summed, size = (
-        (alpha.mT @ e.to(alpha)).unflatten(1, (groups, -1)).sum(2) for e in (error, error.abs())
+        # e~_t = sum_k sum_{h in g} alpha_kt^h e_k^h
+        (alpha.mT @ e.to(alpha)).unflatten(1, (groups, -1)).sum(2)
+        for e in (error, error.abs())
     )
     return summed, size
 
@@ -389,6 +405,7 @@ def _send(
     errors: list[Tensor | None],
 ) -> None:
     """Send an error back from ``end`` to the uses of the same execution of a block."""
+    # Value-Propagation ends in its own block: uses in lower blocks belong to other paths
     places = [n for n, u in enumerate(trace.linears) if u.execution == use.execution]
     if not places or not end.requires_grad:
         return
@@ -438,7 +455,9 @@ def contract(
         m = getattr(linear.module, linear.parameter)
         which = ... if linear.expert is None else linear.expert
         matrix = direction[id(m)][which].double()
+        # M x_t
         moved = use.x[rows].double() @ (matrix if linear.transposed else matrix.mT)
+        # eq. app_ap_gdp: delta^T M x, summed over o below
         terms = error[rows].double() * moved
         size = terms.abs().sum(-1)
         parts.add(use.linear.name, terms.sum(-1), size if spread is None else size * spread[n])

@@ -56,6 +56,7 @@ def retention_loss(forward: Forward, batches: Batch | Sequence[Batch]) -> Tensor
     count = sum(int(batch_mask(batch).any(dim=1).sum()) for batch in listed)
     if count == 0:
         raise InputError("the retention data have no response token", got="all labels are -100")
+    # (1 / N) sum_n sum_i l[n, i]
     return torch.stack([batch_losses(forward, batch).sum() for batch in listed]).sum() / count
 
 
@@ -82,6 +83,7 @@ def hessian(
     Two nested autograd passes, all rows in one batch; exact, nothing is symmetrised. The parameters
     must require gradients and be those ``loss`` is computed from.
     """
+    # grad L, then H = d grad L / d theta
     first = flatten(gradient(loss(), parameters, keep_graph=True))
     return _jacobian(first, parameters)
 
@@ -95,6 +97,7 @@ def third_derivative_along(
     """
     first = flatten(gradient(loss(), parameters, keep_graph=True))
     along = flatten({name: direction[name] for name in parameters}).detach()
+    # d <grad L, d> / d theta = H d, then T[d] = d (H d) / d theta
     second = flatten(gradient(first @ along, parameters, keep_graph=True))
     return _jacobian(second, parameters)
 
@@ -119,14 +122,18 @@ def taylor_remainder(
     whole = unflatten(step, parameters)
 
     def curved(u: float) -> Tensor:
+        # theta(u) = theta_ref + u dtheta
         here = {name: start[name] + u * whole[name] for name in parameters}
         with displaced(parameters, here):
             first = flatten(gradient(loss(), parameters, keep_graph=True))
             if not first.requires_grad:  # a linear loss
                 return torch.zeros_like(step)
+            # H(theta(u)) dtheta, a product that never forms H
             return flatten(gradient(first @ step, parameters))
 
+    # H(theta_ref) dtheta, the part that the linear gradient has
     at_start = curved(0.0)
+    # int_0^1 (H(theta(u)) - H(theta_ref)) dtheta du
     total, error, info = quad_vec(
         lambda u: (curved(u) - at_start).cpu().numpy(),
         0.0,
@@ -161,6 +168,7 @@ def kl_hessian(
     which it checks from second derivatives where that one uses first ones. (n, n), flat layout.
     """
     with undisturbed(model, parameters):
+        # p_ref(y | x) of every response, a constant
         reference = [
             enumerated_log_probabilities(forward, prompt, response_length, vocabulary, eos)
             .detach()
@@ -214,12 +222,15 @@ class ProxyBound:
     @property
     def cubic(self) -> float:
         """``M_3 / 2 ||dtheta||^2`` over all that moves: the paper's form of the remainder."""
+        # eq. app_proxy_bound: M_3 / 2 ||dtheta||^2, the squares of S and S^c add
         return 0.5 * self.third_derivative * (self.drift**2 + self.other_drift**2)
 
     @property
     def first_order(self) -> float:
         """``||r_0|| + (D_off + D_cal + D_transfer) ||dtheta_S||``: right side less the rest."""
+        # eq. app_gap_decomp: ||H - F_ref|| <= D_off + D_cal + D_transfer
         mismatch = self.off_diagonal + self.calibration + self.transfer
+        # eq. app_proxy_bound: ||r_0|| + ||H - F_ref|| ||dtheta_S||
         return self.residual + mismatch * self.drift
 
     @property
@@ -235,6 +246,7 @@ class ProxyBound:
     @property
     def right_without_cross(self) -> float:
         """The paper's right side as printed (eq. app_final_bound), D_transfer for L_g W_2."""
+        # eq. app_final_bound: no term for weights outside S
         return self.first_order + self.cubic
 
     @property
@@ -284,30 +296,43 @@ def proxy_bound(
     Raises:
         InputError: foreign parameters.
     """
+    # S comes first in the flat layout, so that [:size] is S and [size:] is S^c
     scored = {name: parameters[name] for name in fisher}
     ordered = {**scored, **{n: p for n, p in parameters.items() if n not in fisher}}
     live = {name: parameter.detach() for name, parameter in ordered.items()}
     start, end = {**live, **reference}, {**live, **current}
+    # dtheta = theta - theta_ref, over S and S^c
     step = flatten({name: end[name] - start[name] for name in ordered})
     size = sum(parameter.numel() for parameter in scored.values())
     with undisturbed(model, ordered):
         with displaced(ordered, start):
+            # eq. app_taylor: r_0 = grad_S L_ret(theta_ref)
             r_0 = flatten(gradient(loss(), scored))
+            # eq. app_taylor: H = grad^2 L_ret(theta_ref), rows of S, columns of S and S^c
             curvature = hessian(loss, ordered)[:size]
         with displaced(ordered, end):
+            # g_ideal = grad_S L_ret(theta)
             ideal = flatten(gradient(loss(), scored))
         m_3 = _third_along_segment(loss, ordered, start, step, size, points)
         remainder = taylor_remainder(loss, ordered, start, step)[:size]
+    # eq. mc_fisher, over the prompts of the proxy
     f_ref = flatten({name: fisher[name] for name in scored})
+    # eq. app_F_ret_dagger, over the retention prompts
     f_dagger = flatten({name: retention_fisher[name] for name in scored})
+    # H_{S,S} and H_{S,S^c}
     own, cross = curvature[:, :size], curvature[:, size:]
     return ProxyBound(
+        # eq. gproxy: g_prx = F_ref dtheta_S, F_ref diagonal
         left=_norm(ideal - f_ref * step[:size]),
         residual=_norm(r_0),
+        # D_off = ||H - Diag H||
         off_diagonal=_norm(own - torch.diag(own.diagonal())),
+        # D_cal = ||Diag H - F_dagger||; a diagonal's operator norm is its largest entry
         calibration=float((own.diagonal() - f_dagger).abs().max()),
+        # D_transfer = ||F_dagger - F_ref||
         transfer=float((f_dagger - f_ref).abs().max()),
         drift=_norm(step[:size]),
+        # ||H_{S,S^c}||
         cross_curvature=_norm(cross) if cross.numel() else 0.0,
         other_drift=_norm(step[size:]),
         remainder=_norm(remainder),
@@ -326,8 +351,10 @@ def _third_along_segment(
     length = _norm(step)
     if length == 0.0:
         return 0.0  # no drift: the remainder is zero whatever M_3
+    # dtheta, and d = dtheta / ||dtheta||, by name
     whole, unit = unflatten(step, parameters), unflatten(step / length, parameters)
     largest = 0.0
+    # M_3 = max_u ||T(theta_ref + u dtheta)[d]||, d = dtheta / ||dtheta||, rows of S
     for u in torch.linspace(0, 1, points).tolist():
         with displaced(parameters, {name: start[name] + u * whole[name] for name in parameters}):
             here = _norm(third_derivative_along(loss, parameters, unit)[:size])
@@ -339,6 +366,7 @@ def _jacobian(vector: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
     size = vector.numel()
     if not vector.requires_grad:  # a loss of lower degree: all further derivatives are zero
         return vector.new_zeros((size, size))
+    # row i: d vector_i / d theta, by the unit vector e_i
     rows = torch.autograd.grad(
         vector,
         list(parameters.values()),

@@ -100,11 +100,14 @@ class Run:
         for name, value in state.theta.items():
             g, decay = clipped[name], 0.0 if name in self.undecayed else self.weight_decay
             if self.optimizer == "sgd":
+                # theta' = theta - rate (g + weight_decay theta)
                 theta[name] = value - rate * (g + decay * value)
                 m[name], v[name] = state.m[name], state.v[name]
                 continue
             adam = AdamState(number, state.m, state.v, self.betas, self.eps)
+            # u = m^ / (sqrt(v^) + eps); ``number`` steps were taken before this one
             u, m[name], v[name] = adam_direction(g, state.m[name], state.v[name], adam)
+            # theta' = (1 - rate weight_decay) theta - rate u
             theta[name] = (1 - rate * decay) * value - rate * u
         return _State(theta, m, v)
 
@@ -112,8 +115,10 @@ class Run:
         """``g min(1, clip / (|g| + 1e-6))``, as torch's clip_grad_norm_."""
         if self.clip is None:
             return gradients
+        # |g| over all parameters together
         norm = sum((g.square().sum() for g in gradients.values()), torch.zeros(())).sqrt()
         scale = self.clip / (norm + 1e-6)
+        # the scale is no constant: it depends on w through |g|
         return {name: g * scale for name, g in gradients.items()} if scale < 1 else gradients
 
 
@@ -142,17 +147,20 @@ class _Subject:
 
     def start(self) -> _State:
         theta = {name: p.detach().clone() for name, p in self.parameters.items()}
+        # x_0 = (theta_0, 0, 0): a run starts without moments
         zero = {name: torch.zeros_like(p) for name, p in theta.items()}
         return _State(theta, zero, dict(zero))
 
     def gradients(self, number: int, weights: Sequence[Tensor], *, keep_graph: bool) -> Tensors:
         """Gradients of the step's loss at the model's weights."""
         pairs = zip(weights, self.run.batches(number), strict=True)
+        # L_s(w) = sum w l / N
         loss: Any = sum((w * batch_losses(self.forward, batch)).sum() for w, batch in pairs)
         return gradient(loss / self.run.count(number), self.parameters, keep_graph=keep_graph)
 
     def ones(self, number: int) -> list[Tensor]:
         like = next(iter(self.parameters.values()))
+        # w_s = 1, plain training
         return [torch.ones(b["labels"].shape, dtype=like.dtype) for b in self.run.batches(number)]
 
     def states(
@@ -164,20 +172,25 @@ class _Subject:
             of_step = self.ones(number) if weights is None else weights[number]
             with displaced(self.parameters, state.theta):
                 gradients = self.gradients(number, of_step, keep_graph=False)
+            # x_(s+1) = F_s(x_s, w_s), without a graph: only ``back`` needs one
             state = self.run.after(number, state, gradients).detached()
             yield state
 
     def back(self, number: int, state: _State, adjoint: _State) -> tuple[_State, list[Tensor]]:
         """``a_s`` and the values of step s, from the state before the step and ``a_(s+1)``."""
+        # the variables of F_s: theta (the live parameters), m, v and w_s
         weights = [w.requires_grad_() for w in self.ones(number)]
         m, v = ({n: t.clone().requires_grad_() for n, t in p.items()} for p in (state.m, state.v))
         with displaced(self.parameters, state.theta):
             gradients = self.gradients(number, weights, keep_graph=True)
+            # x_(s+1) = F_s(x_s, w_s), in a graph of all four
             after = self.run.after(number, _State(self.parameters, m, v), gradients)
+            # <x_(s+1), a_(s+1)> with a_(s+1) constant: its gradient is (dF_s)^T a_(s+1)
             inner: Any = sum(
                 (x * a).sum() for x, a in zip(after.flat(), adjoint.flat(), strict=True)
             )
             inputs = [*self.parameters.values(), *m.values(), *v.values(), *weights]
+            # (dF_s/dx)^T a_(s+1), then (dF_s/dw_s)^T a_(s+1)
             parts = torch.autograd.grad(inner, inputs, allow_unused=True, materialize_grads=True)
         size = len(self.parameters)
         before = _State(
@@ -186,10 +199,12 @@ class _Subject:
                 for i in range(0, 3 * size, size)
             )
         )
+        # values of step s: -(dF_s/dw_s)^T a_(s+1)
         return before, [-part for part in parts[3 * size :]]
 
     def adjoint(self, batches: Sequence[Batch], state: _State) -> _State:
         """``(dJ/dtheta, 0, 0)`` at the weights of a state."""
+        # a_S = (dJ/dtheta, 0, 0): J does not see the moments
         _, theta = _objective(self.forward, self.parameters, batches, state.theta)
         m, v = ({n: torch.zeros_like(t) for n, t in p.items()} for p in (state.m, state.v))
         return _State(theta, m, v)
@@ -205,6 +220,7 @@ def _objective(
     with displaced(parameters, theta):
         loss: Any = sum(batch_losses(forward, batch).sum() for batch in batches)
         gradients = gradient(loss / count, parameters)
+    # J = (1 / n) sum of the token losses of all validation rows
     return float(loss.detach() / count), gradients
 
 
@@ -226,6 +242,7 @@ def run_end(
     """
     subject = _Subject(model, forward, run, trainable(model))
     with undisturbed(model, subject.parameters):
+        # theta_S(w), from F_(S-1) after .. after F_0
         *_, end = subject.states(subject.start(), 0, len(run.steps), weights)
     return dict(end.theta)
 
@@ -280,15 +297,19 @@ def run_values(
     values: list[list[Tensor]] = [[] for _ in run.steps]
     with undisturbed(model, subject.parameters):
         kept = [subject.start()]
+        # only every ``spacing``-th state is kept; ``back`` needs all, stretch by stretch
         for first in range(0, count, spacing):
             *_, state = subject.states(kept[-1], first, min(first + spacing, count), None)
             kept.append(state)
+        # x_S
         end = kept.pop()
         adjoint = subject.adjoint(validation, end)
         for first, state in reversed(list(zip(range(0, count, spacing), kept, strict=True))):
             last = min(first + spacing, count)
+            # the states of this stretch again, from the one kept at its beginning
             states = list(subject.states(state, first, last, None))
             for number in reversed(range(first, last)):
+                # a_s = (dF_s/dx)^T a_(s+1), and the values of step s
                 adjoint, values[number] = subject.back(number, states[number - first], adjoint)
     return values
 
@@ -309,5 +330,6 @@ def ledger_values(
     with undisturbed(model, subject.parameters):
         states = subject.states(subject.start(), 0, len(run.steps), None)
         for number, state in zip(range(len(run.steps)), states, strict=False):
+            # (G(theta_s), 0, 0) in place of a_(s+1)
             values.append(subject.back(number, state, subject.adjoint(validation, state))[1])
     return values

@@ -90,6 +90,7 @@ def decoder_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
         model = model if inner is None else inner()
     lists = list(_outermost_lists(model))
     depth = _depth(model)
+    # the decoder's list is as long as the model is deep; the largest of those
     fitting = [blocks for blocks in lists if len(blocks) == depth] or lists
     if not fitting:
         raise ModelError(
@@ -180,6 +181,7 @@ def find_scored(
             named |= mixture.tensors()
         named |= others if loose else {}
     named |= by_name
+    # a tied parameter is one variable: <grad l, M> counts it once, under its first name
     once: dict[int, str] = {}
     for name, parameter in named.items():
         once.setdefault(id(parameter), name)
@@ -230,6 +232,7 @@ def _orientation(module: nn.Module) -> bool | None:
         try:
             with torch.no_grad():
                 output = module.forward(x)
+                # s = W x + b, or s = W^T x + b where (d_in, d_out) is stored
                 wanted = nn.functional.linear(x, matrix, bias)
             errors[turned] = float((output - wanted).norm() / wanted.norm().clamp(min=1e-30))
         except (RuntimeError, TypeError, ValueError, AttributeError):

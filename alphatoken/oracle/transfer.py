@@ -60,6 +60,7 @@ class TransferBound:
     @property
     def holds(self) -> bool:
         """True if both forms hold (rounding of 1e-12 of the right side and the Fishers allowed)."""
+        # eq. app_wasser, by W_2 as printed and by W_1
         return self.transfer <= min(self.right, self.right_tight) * (1 + 1e-12) + (
             1e-12 * self.largest
         )
@@ -74,10 +75,13 @@ def wasserstein(
     vertices of that transport polytope are permutations (Birkhoff), so an optimal assignment is an
     optimal plan.
     """
+    # equal masses: each of n points lcm / n times
     common = math.lcm(len(left), len(right))
+    # d(a, b)^power of every pair
     costs = np.array([[metric(a, b) ** power for b in right] for a in left], dtype=np.float64)
     costs = costs.repeat(common // len(left), axis=0).repeat(common // len(right), axis=1)
     rows, columns = linear_sum_assignment(costs)
+    # W_p = (mean over the plan of d^p)^(1/p)
     return math.pow(costs[rows, columns].mean(), 1.0 / power)
 
 
@@ -116,6 +120,7 @@ def lipschitz_constant(
         for b, f_b in zip(prompts[:i], images[:i], strict=True):
             if torch.equal(a, b):
                 continue
+            # d(x, y) and ||f(x) - f(y)||
             distance, gap = metric(a, b), float((f_a - f_b).abs().max())
             if distance <= 0.0:
                 raise InputError(
@@ -123,6 +128,7 @@ def lipschitz_constant(
                     got=f"{a.tolist()} and {b.tolist()} at distance {distance}",
                     why="no Lipschitz constant exists",
                 )
+            # L = max ||f(x) - f(y)|| / d(x, y)
             steepest = max(steepest, gap / distance)
     return steepest
 
@@ -151,6 +157,7 @@ def transfer_bound(
     Raises:
         InputError: as :func:`exact_fisher`.
     """
+    # eq. app_F_ret_dagger and eq. mc_fisher, by enumeration
     f_retention, f_reference = (
         exact_fisher(
             model, forward, prompts, response_length, parameters, vocabulary, eos

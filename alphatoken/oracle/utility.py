@@ -89,10 +89,13 @@ def adam_direction(
     """
     b1, b2 = state.betas
     s = state.step + 1
+    # moments after step s, which is counted from 1
     m_s = b1 * m + (1 - b1) * gradient
     v_s = b2 * v + (1 - b2) * gradient**2
+    # bias corrections m^ and v^
     m_hat = m_s / (1 - b1**s)
     v_hat = v_s / (1 - b2**s)
+    # u = m^ / (sqrt(v^) + eps)
     return m_hat / (_root(v_hat) + state.eps), m_s, v_s
 
 
@@ -107,6 +110,7 @@ def adam_step(
     for name, value in values.items():
         g = _decayed(gradients[name], state, value)
         u, m[name], v[name] = adam_direction(g, state.m[name], state.v[name], state)
+        # AdamW: theta' = (1 - lr weight_decay) theta - lr u
         shrink = 1 - lr * state.weight_decay if state.decoupled else 1.0
         new[name] = shrink * value - lr * u
     after = AdamState(
@@ -132,6 +136,7 @@ def adam_step_derivative(
     for name, g in gradients.items():
         # u is elementwise: one weight an entry gives du_i / dw_i, all at the same w = 1.
         weight = torch.ones_like(g, requires_grad=True)
+        # g(w) = g + (w - 1) g_k, at w = 1
         moving = g.detach() + (weight - 1) * token_gradient[name].detach()
         total = _decayed(moving, state, None if values is None else values[name])
         u, _, _ = adam_direction(total, state.m[name], state.v[name], state)
@@ -219,11 +224,13 @@ def leave_one_out_utility(
                 kept, token_weights,
             )  # fmt: skip
 
+        # J(step with all)
         with_all = after(keep)
         utilities = torch.zeros(keep.shape, dtype=with_all.dtype, device=with_all.device)
         for row, token in keep.nonzero().tolist():
             without = keep.clone()
             without[row, token] = False
+            # u_k = J(step without k) - J(step with all)
             utilities[row, token] = after(without) - with_all
     return utilities
 
@@ -261,6 +268,7 @@ def one_step_utility(
                 forward, train_batch, validation_objective, parameters, step, normalisation,
                 kept, None,
             )  # fmt: skip
+        # eq. local_utility_def: Delta(S) = J(theta) - J(theta'(S))
         return float(before - after)
 
     return utility
@@ -278,6 +286,7 @@ def exact_shapley(
     eq. shapley_closed_form_step as the step size goes to 0.
     """
     count = len(players)
+    # U(S) of all 2^n coalitions, each once
     worth = {
         coalition: utility(coalition)
         for size in range(count + 1)
@@ -285,6 +294,7 @@ def exact_shapley(
     }
     return {
         player: fsum(
+            # (U(S + u) - U(S)) / (n C(n - 1, |S|)), summed without rounding by fsum
             (worth[others | {player}] - worth[others]) / (count * comb(count - 1, len(others)))
             for others in worth
             if player not in others
@@ -305,10 +315,13 @@ def _objective_after_step(
 ) -> Tensor:
     losses = batch_losses(forward, batch)
     if token_weights is not None:
+        # under DPO +-omega l_t, omega constant
         losses = losses * token_weights.detach()
     divisor = _divisor(normalisation, kept, batch_mask(batch))
+    # eq. masked_update: the gradient of the labels in S alone
     gradients = gradient(losses[kept].sum() / divisor, parameters)
     values = {name: parameter.detach() for name, parameter in parameters.items()}
+    # J(theta'(S)), theta'(S) = step(theta, g)
     with displaced(parameters, step(values, gradients)):
         return objective().detach()
 
@@ -317,6 +330,7 @@ def _divisor(normalisation: str, kept: Tensor, labels: Tensor) -> int:
     if normalisation == "sum":
         return 1
     if normalisation == "response":
+        # the mean over all response labels: dropping one leaves the divisor as it is
         return int(labels.sum())
     if normalisation == "kept":
         return max(int(kept.sum()), 1)  # nothing kept: the gradient is 0 anyway
@@ -342,13 +356,17 @@ def _resolve(optimizer: str | Step, lr: float, state: AdamState | None) -> Step:
 def _precondition(g: Tensor, m: Tensor, v: Tensor, state: AdamState, *, frozen: bool) -> Tensor:
     b1, b2 = state.betas
     s = state.step + 1
+    # c = d m^ / dg
     c = (1 - b1) / (1 - b1**s)
     if frozen:
+        # c / (sqrt(v^) + eps) with v^ before the step, corrected by its own step number
         return c / (torch.sqrt(v / (1 - b2**state.step)) + state.eps)
+    # m^ and sqrt(v^) after the step
     m_hat = (b1 * m + (1 - b1) * g) / (1 - b1**s)
     root = torch.sqrt((b2 * v + (1 - b2) * g**2) / (1 - b2**s))
     # Where the root is 0, g is 0 too: the moving-denominator term drops out.
     safe = torch.where(root > 0, root, torch.ones_like(root))
+    # from d sqrt(v^) / dg = (1 - b2) g / ((1 - b2^s) sqrt(v^)) in the denominator of u
     moving = m_hat * (1 - b2) * g / ((1 - b2**s) * safe * (root + state.eps) ** 2)
     return c / (root + state.eps) - moving
 
@@ -357,10 +375,12 @@ def _decayed(g: Tensor, state: AdamState, value: Tensor | None) -> Tensor:
     if state.decoupled or state.weight_decay == 0.0:
         return g
     assert value is not None
+    # coupled decay is part of the gradient, and goes through the moments
     return g + state.weight_decay * value
 
 
 def _root(x: Tensor) -> Tensor:
     """``sqrt(x)`` whose derivative at 0 is 0, not infinite."""
     positive = x > 0
+    # the inner where keeps the infinite derivative at 0 out of the backward, as inf * 0 is NaN
     return torch.where(positive, torch.sqrt(torch.where(positive, x, torch.ones_like(x))), x)

@@ -56,6 +56,7 @@ def walked(
         batch = batches[step % len(batches)]
         losses = run_losses(forward_of(twin), batch)
         stepper.zero_grad()
+        # J of this batch: the mean token loss
         torch.stack(list(losses.values())).mean().backward()
         stepper.step()
     return twin
@@ -79,6 +80,7 @@ def _moved(model: nn.Module, end: nn.Module, share: float) -> nn.Module:
     with torch.no_grad():
         triples = zip(twin.parameters(), model.parameters(), end.parameters(), strict=True)
         for here, first, last in triples:
+            # theta + s D, D = theta_end - theta
             here.copy_(first + share * (last - first))
     return twin
 
@@ -99,6 +101,7 @@ def label_values_along(
     back, values = _along(model, end), torch.zeros(batch["labels"].shape, dtype=torch.float64)
     for position, weight in zip(*np.polynomial.legendre.leggauss(nodes), strict=True):
         twin = _moved(model, end, float(position + 1) / 2)
+        # nodes and weights of [-1, 1] brought to [0, 1]: s = (z + 1) / 2, ds = dz / 2
         values += float(weight) / 2 * label_values(twin, forward_of(twin), batch, back)
     return values
 
@@ -119,10 +122,13 @@ def curvature_along(
         first = torch.autograd.grad(
             loss, list(parameters.values()), create_graph=True, materialize_grads=True
         )
+        # <grad l_k, -D>
         slope = torch.stack([(g * m).sum() for g, m in zip(first, along, strict=True)]).sum()
+        # d <grad l_k, -D> / d theta = -H_k D
         second = torch.autograd.grad(
             slope, list(parameters.values()), retain_graph=True, materialize_grads=True
         )
         for m, hm in zip(along, second, strict=True):
+            # (-D) . (-H_k D) = D^T H_k D: the two signs cancel
             curvatures[b, i] += (m.double() * hm.double()).sum().cpu()
     return curvatures

@@ -35,16 +35,16 @@ class _Received:
     def __call__(self, call: AttentionCall, native: NativeAttention) -> Tensor:
         statistics = AttentionStatistics(call)
         batch, length = call.query.shape[0], call.query.shape[2]
-        found = torch.zeros(batch, length, dtype=statistics.dtype, device=call.query.device)
-        real = self.real.to(found)
+        received = torch.zeros(batch, length, dtype=statistics.dtype, device=call.query.device)
+        real = self.real.to(received)
         for block in statistics.row_blocks():
             alpha = statistics.softmax(block)[0].flatten(1, 2)  # (b, h, k, t)
             by_query = alpha.mean(1) if self.heads == "mean" else alpha.amax(1)
-            found[:, block.columns] += torch.einsum("bk,bkt->bt", real[:, block.rows], by_query)
+            received[:, block.columns] += torch.einsum("bk,bkt->bt", real[:, block.rows], by_query)
         if self.queries == "mean":
             later = real.flip(1).cumsum(1).flip(1)  # real queries at or after t
-            found = found / later.clamp(min=1)
-        self.total = found if self.total is None else self.total + found
+            received = received / later.clamp(min=1)
+        self.total = received if self.total is None else self.total + received
         self.calls += 1
         return native(call.query, call.key, call.value)
 

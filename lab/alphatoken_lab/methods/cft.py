@@ -36,10 +36,10 @@ def final_answer(text: str, pattern: str) -> str | None:
     >>> final_answer("nothing", NUMBER) is None
     True
     """
-    found = list(re.finditer(pattern, text))
-    if not found:
+    matches = list(re.finditer(pattern, text))
+    if not matches:
         return None
-    last = found[-1]
+    last = matches[-1]
     said = last.group(1 if last.re.groups else 0).strip()
     try:
         value = Decimal(said.replace(",", ""))
@@ -205,12 +205,12 @@ class _Reading:
             for prefix in prefixes
         ]  # fmt: skip
         going = [i for i, left in enumerate(room) if left > 0]
-        found = dict.fromkeys(range(len(prefixes)), torch.zeros(0, dtype=torch.int64))
+        continuations = dict.fromkeys(range(len(prefixes)), torch.zeros(0, dtype=torch.int64))
         if going:
             chosen = [prefixes[i] for i in going]
             rests = greedy_responses(adapter, chosen, [room[i] for i in going])
-            found |= dict(zip(going, rests, strict=True))
-        return zip(prefixes, found.values(), strict=True)
+            continuations |= dict(zip(going, rests, strict=True))
+        return zip(prefixes, continuations.values(), strict=True)
 
     def _said(self, ids: Tensor) -> str | None:
         text = self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)

@@ -92,11 +92,11 @@ class Flow(TokenPolicy):
             weights = table.spread(weights)
         if self.normalize_weights:
             weights = weights / weights.mean()
-        found = table.with_columns(**{_WEIGHT: weights})
+        weighted_table = table.with_columns(**{_WEIGHT: weights})
         if self.settings.mode == "budget":
-            kept = keep_best(found, weights, self.settings.keep_ratio, self.rounding)
-            found = found.with_columns(**{_KEPT: kept})
-        return found
+            kept = keep_best(weighted_table, weights, self.settings.keep_ratio, self.rounding)
+            weighted_table = weighted_table.with_columns(**{_KEPT: kept})
+        return weighted_table
 
     def scores(self, batch: PolicyBatch) -> Tensor:
         """The weight of the token's sample."""

@@ -167,8 +167,8 @@ class LESS(TokenPolicy):
         Raises:
             DataError: nothing is chosen.
         """
-        found = self.influence(stage)
-        scores, tokens = found.max(1), _tokens(stage.rows)
+        influence = self.influence(stage)
+        scores, tokens = influence.max(1), _tokens(stage.rows)
         order = np.lexsort((-scores,))  # stable: among equals the earlier row
         order = order[np.isfinite(scores[order])]
         if self.settings.mode == "native":
@@ -360,8 +360,8 @@ class _Influence:
 
     def validation(self, gradients: _Gradients) -> Tensor:
         """(subtasks, d) what a row's normalised update is multiplied with."""
-        found = gradients.project(self.stage.validation, gradients.plain)
-        empty = found.norm(dim=-1) == 0
+        projected = gradients.project(self.stage.validation, gradients.plain)
+        empty = projected.norm(dim=-1) == 0
         if bool(empty.any()):
             raise DataError(
                 "a validation row has no gradient",
@@ -369,7 +369,7 @@ class _Influence:
                 why="it has no response token, or the adapters do not reach its loss",
                 remedy="leave it out",
             )
-        each = _normal(found) if self.policy.aggregate == "mean_of_cosines" else found
+        each = _normal(projected) if self.policy.aggregate == "mean_of_cosines" else projected
         means = torch.stack([each[self.group == s].mean(0) for s in range(len(self.names))])
         return means if self.policy.aggregate == "mean_of_cosines" else _normal(means)
 
@@ -395,10 +395,10 @@ class _Influence:
         """
         tensors, facts = read_tensors(path)
         try:
-            found = TableHeader.from_json(facts["header"])
+            header = TableHeader.from_json(facts["header"])
         except (KeyError, ValueError, TypeError) as problem:
             raise DataError(f"the file '{path}' holds no LESS scores", got=str(problem)) from None
-        found.require(TableHeader(**json.loads(self.header.to_json())), f"'{path}'")
+        header.require(TableHeader(**json.loads(self.header.to_json())), f"'{path}'")
         return tensors
 
 
@@ -430,14 +430,14 @@ class _Gradients:
         with torch.enable_grad():
             loss, count = mean_loss(self.model, inputs, labels)
             gradients = torch.autograd.grad(loss / max(1, count), list(self.parameters.values()))
-        found = torch.cat([g.flatten().float() for g in gradients])
-        if not bool(torch.isfinite(found).all()):
+        flat_gradient = torch.cat([g.flatten().float() for g in gradients])
+        if not bool(torch.isfinite(flat_gradient).all()):
             raise NumericalError(
                 "a row's gradient is not finite",
                 got=f"a row of {len(row['input_ids'])} tokens",
                 remedy="check the model's weights and precision",
             )
-        return found
+        return flat_gradient
 
     def adam(self, row: Mapping[str, Any]) -> Tensor:
         """(D,) Adam's update for the row."""

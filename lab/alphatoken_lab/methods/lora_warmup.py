@@ -143,8 +143,8 @@ def adapted(model: Any, settings: LoraWarmup) -> Iterator[Any]:
     kind = _lora if getattr(model, "peft_config", None) is None else _own_adapters
     with evaluation_mode(model), torch.random.fork_rng(devices), _gradients_back(model):
         torch.manual_seed(settings.seed)
-        with kind(model, settings) as found:
-            yield found
+        with kind(model, settings) as adapted_model:
+            yield adapted_model
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def _lora(model: Any, settings: LoraWarmup) -> Iterator[Any]:
         target_modules=list(settings.target_modules),
     )
     try:
-        found = get_peft_model(model, config)
+        peft_model = get_peft_model(model, config)
     except ValueError as problem:
         raise ConfigError(
             "LoRA finds no module to sit on",
@@ -193,9 +193,9 @@ def _lora(model: Any, settings: LoraWarmup) -> Iterator[Any]:
     finally:
         vars(model).pop("peft_config", None)  # PEFT leaves it there, also when it fails
     try:
-        yield found.eval()  # new adapters come in training mode, their dropout with them
+        yield peft_model.eval()  # new adapters come in training mode, their dropout with them
     finally:
-        found.unload()
+        peft_model.unload()
         vars(model).pop("peft_config", None)
 
 
@@ -245,9 +245,9 @@ def warm_up(
             _step(stage, model, optimizer, chosen, rates[-1])
             tracker.report(epoch * steps + step + 1)
         model.eval()
-        found = _snapshot(parameters, optimizer, (epoch + 1) * steps, sum(rates) / steps)
-        found.save(file, header)
-        checkpoints.append(found)
+        checkpoint = _snapshot(parameters, optimizer, (epoch + 1) * steps, sum(rates) / steps)
+        checkpoint.save(file, header)
+        checkpoints.append(checkpoint)
     optimizer.zero_grad(set_to_none=True)
     return checkpoints
 
@@ -256,15 +256,15 @@ def _drawn(rows: Sequence[Mapping[str, Any]], settings: LoraWarmup) -> list[Mapp
     """A share of the rows that have a response, drawn without replacement."""
     count = max(1, math.floor(settings.share * len(rows)))
     generator = torch.Generator().manual_seed(settings.seed)
-    found: list[Mapping[str, Any]] = []
+    drawn_rows: list[Mapping[str, Any]] = []
     for i in torch.randperm(len(rows), generator=generator).tolist():
         if any(label != -100 for label in rows[i]["labels"][1:]):
-            found.append(rows[i])
-        if len(found) == count:
+            drawn_rows.append(rows[i])
+        if len(drawn_rows) == count:
             break
-    if not found:
+    if not drawn_rows:
         raise DataError("no training row has a response token", got=f"{len(rows)} rows")
-    return found
+    return drawn_rows
 
 
 def _rate(step: int, total: int, settings: LoraWarmup) -> float:
@@ -311,12 +311,12 @@ def _snapshot(
 
 
 def _restore(
-    found: AdamCheckpoint, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    checkpoint: AdamCheckpoint, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> None:
-    copy_weights(found.weights, parameters)
+    copy_weights(checkpoint.weights, parameters)
     for name, parameter in parameters.items():
         optimizer.state[parameter] = {
-            "step": torch.tensor(float(found.steps)),
-            "exp_avg": found.first[name].to(parameter).clone(),
-            "exp_avg_sq": found.second[name].to(parameter).clone(),
+            "step": torch.tensor(float(checkpoint.steps)),
+            "exp_avg": checkpoint.first[name].to(parameter).clone(),
+            "exp_avg_sq": checkpoint.second[name].to(parameter).clone(),
         }

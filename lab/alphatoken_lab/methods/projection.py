@@ -72,8 +72,8 @@ class Projection:
             )
         if self.dimension is None:
             return vectors.float()
-        found = torch.zeros(len(vectors), self.dimension, device=vectors.device)
+        projected = torch.zeros(len(vectors), self.dimension, device=vectors.device)
         for block, start in enumerate(range(0, self.width, _BLOCK)):
             part = vectors[:, start : start + _BLOCK].float()
-            found += part @ self._signs(block, part.shape[1], vectors.device)
-        return found / math.sqrt(self.dimension)
+            projected += part @ self._signs(block, part.shape[1], vectors.device)
+        return projected / math.sqrt(self.dimension)

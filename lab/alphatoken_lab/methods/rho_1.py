@@ -93,9 +93,9 @@ class Rho1(TokenPolicy):
                 )
             return
         for name in ("reference_epochs", "reference_learning_rate"):
-            given = getattr(self, name)
-            if given is not None and not 0 < given < math.inf:
-                raise ConfigError(f"{name} of Rho-1 lies above 0", got=repr(given))
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} of Rho-1 lies above 0", got=repr(value))
         if reference is not None:
             raise ConfigError(
                 "a reference model was named, and one is to be trained",

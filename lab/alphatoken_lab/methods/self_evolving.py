@@ -131,11 +131,11 @@ def _run_rounds(
     done: list[Round] = []
     for t in range(until):
         folder = Path(stage.folder) / f"round-{t}"
-        found = _finished(folder, made_of)
-        if found is None:
+        round_ = _finished(folder, made_of)
+        if round_ is None:
             before = done[-1].folder if done else None
-            found = _round(stage, train, load, t, (bounds[t], bounds[t + 1]), before, made_of)
-        done.append(found)
+            round_ = _round(stage, train, load, t, (bounds[t], bounds[t + 1]), before, made_of)
+        done.append(round_)
     return done
 
 
@@ -185,7 +185,7 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> Round | None:
         first, last = content["rows"]
         differing = [k for k in made_of if content["made_of"].get(k) != made_of[k]]
         number = int(folder.name.rpartition("-")[2])
-        found = Round(number, (first, last), folder, content["tokens"], content["kept"])
+        round_ = Round(number, (first, last), folder, content["tokens"], content["kept"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise DataError(f"the file '{file}' cannot be read", got=str(problem)) from problem
     if differing:
@@ -195,7 +195,7 @@ def _finished(folder: Path, made_of: Mapping[str, Any]) -> Round | None:
             why="its model was trained on other tokens",
             remedy="give another folder, or remove it",
         )
-    return found
+    return round_
 
 
 # --- with the trainers of this library ------------------------------------------------------------

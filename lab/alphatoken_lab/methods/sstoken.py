@@ -112,15 +112,15 @@ class SsToken(TokenPolicy):
     def scores(self, batch: PolicyBatch) -> Tensor:
         """Scores ``s_t`` of the paper."""
         gamma = 0.0 if batch.step < self.attention_only_steps else self.gamma
-        found = torch.zeros_like(batch.log_probs)
+        scores = torch.zeros_like(batch.log_probs)
         if gamma:
-            improved = batch.columns[_COLUMN].to(found) + batch.log_probs
-            found = gamma * scaled_by_row(improved, batch.mask)
+            improved = batch.columns[_COLUMN].to(scores) + batch.log_probs
+            scores = gamma * scaled_by_row(improved, batch.mask)
         if gamma < 1:
             assert batch.attention is not None
-            seen = prompt_attention(batch.attention, prompt_tokens(batch))
-            found = found + (1 - gamma) * seen.to(found)
-        return found
+            attention = prompt_attention(batch.attention, prompt_tokens(batch))
+            scores = scores + (1 - gamma) * attention.to(scores)
+        return scores
 
 
 def prompt_tokens(batch: PolicyBatch) -> Bool[Tensor, "b t"]:

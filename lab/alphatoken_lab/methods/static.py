@@ -133,14 +133,14 @@ def _unpacked(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """A row for each document; the rows themselves where none is packed."""
     if not any(len(row.get("seq_lengths") or ()) > 1 for row in rows):
         return rows
-    found: list[Mapping[str, Any]] = []
+    documents: list[Mapping[str, Any]] = []
     for row in rows:
         start, labels = 0, row.get("labels") or row["input_ids"]
         for length in row.get("seq_lengths") or (len(row["input_ids"]),):
             part = slice(start, start + length)
-            found.append({"input_ids": row["input_ids"][part], "labels": labels[part]})
+            documents.append({"input_ids": row["input_ids"][part], "labels": labels[part]})
             start += length
-    return found
+    return documents
 
 
 class _Pass:
@@ -222,14 +222,14 @@ class _Pass:
         """Measure the rows of one shard; its table is in the order of the rows."""
         rows = {i: self.rows[i] for i in self.indices(shard)}
         order = sorted(rows, key=lambda i: (-_length(rows[i]), i))
-        found: list[tuple[tuple[int, int], Document, dict[str, Array]]] = []
+        measurements: list[tuple[tuple[int, int], Document, dict[str, Array]]] = []
         for first in range(0, len(order), self.stage.batch_size):
             chosen = order[first : first + self.stage.batch_size]
-            found += self._batch(chosen, [rows[i] for i in chosen])
+            measurements += self._batch(chosen, [rows[i] for i in chosen])
             tracker.report(done + first + len(chosen))
-        found.sort(key=lambda entry: entry[0])
-        documents = [document for _, document, _ in found]
-        columns = {name: [numbers[name] for _, _, numbers in found] for name in self.columns}
+        measurements.sort(key=lambda entry: entry[0])
+        documents = [document for _, document, _ in measurements]
+        columns = {name: [numbers[name] for _, _, numbers in measurements] for name in self.columns}
         return TokenTable.of_documents(documents, columns, self.header)
 
     def _batch(

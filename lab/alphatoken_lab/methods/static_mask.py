@@ -114,7 +114,7 @@ class GivenTable(StaticMask):
 
 
 def second_model(
-    stage: PolicyStage, given: str | nn.Module | None, policy: str, dtype: str | None = None
+    stage: PolicyStage, source: str | nn.Module | None, policy: str, dtype: str | None = None
 ) -> Any:
     """A model that a policy scores with, without gradients, on the trained model's device.
 
@@ -122,7 +122,7 @@ def second_model(
 
     Args:
         stage: of the run.
-        given: a folder, a name on the hub, or the model itself.
+        source: a folder, a name on the hub, or the model itself.
         policy: whose it is.
         dtype: of its weights, if it is loaded: "bfloat16" halves the memory of "float32"; None
             takes the trained model's.
@@ -131,7 +131,7 @@ def second_model(
         ConfigError: there is none, or it reads other tokens.
         ModelError: it cannot be loaded, or its tokenizer.
     """
-    if given is None:
+    if source is None:
         raise ConfigError(
             f"the policy {policy} needs a reference model, and none was given",
             why="its score is a difference between two models",
@@ -139,9 +139,9 @@ def second_model(
             "as the model",
         )
     own = next(stage.model.parameters())
-    if isinstance(given, nn.Module):
-        return given.to(own.device).eval().requires_grad_(False)
-    parts, wanted = find_parts(given), own.dtype if dtype is None else dtype
+    if isinstance(source, nn.Module):
+        return source.to(own.device).eval().requires_grad_(False)
+    parts, wanted = find_parts(source), own.dtype if dtype is None else dtype
     model: Any = load_causal_model(
         parts.model, adapter=parts.adapter, device=own.device, dtype=wanted
     )

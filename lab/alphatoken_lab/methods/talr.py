@@ -92,5 +92,5 @@ class TALR(TokenPolicy):
 
     def native_weights(self, batch: PolicyBatch) -> Tensor:
         """Weights equal to ``max(p^(1/tau), w_min)``."""
-        found = torch.exp(batch.log_probs.double() / self.temperature(batch))
-        return found.clamp(min=self.w_min).to(batch.log_probs.dtype)
+        weights = torch.exp(batch.log_probs.double() / self.temperature(batch))
+        return weights.clamp(min=self.w_min).to(batch.log_probs.dtype)

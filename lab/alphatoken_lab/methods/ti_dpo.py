@@ -164,7 +164,7 @@ class TIDPO(PreferencePolicy):
         if self.span == "sequence":
             real = batch.inputs.get("attention_mask")
             inside = torch.ones_like(inside) if real is None else real != 0
-        found = importance_weights(
+        weights = importance_weights(
             gradient_attribution(batch.model, batch.inputs),
             inside,
             mix=self.mix,
@@ -172,7 +172,7 @@ class TIDPO(PreferencePolicy):
             normalize_prior=self.normalize_prior,
             mean_one=self.mean_one,
         )
-        return found.masked_fill(~batch.mask, 0.0)
+        return weights.masked_fill(~batch.mask, 0.0)
 
     def native_weights(self, batch: PolicyBatch) -> Tensor:
         """Weights equal to W."""
@@ -227,12 +227,12 @@ class TIDPO(PreferencePolicy):
         return int(torch.randint(2**31 - 1, (1,), generator=batch.generator))
 
     def _reference_logits(self, batch: PolicyBatch) -> Callable[[Mapping[str, Any]], Tensor]:
-        found = batch.reference_logits
-        if found is None:
+        reference_logits = batch.reference_logits
+        if reference_logits is None:
             raise ConfigError(
                 "this term of TI-DPO needs a plain forward of the reference model",
                 got=f"tdpo_alpha={self.tdpo_alpha}, triplet_gamma={self.triplet_gamma}",
                 why="log-probabilities of the responses do not hold the whole distribution",
                 remedy="a trainer that keeps its reference model, or both factors 0",
             )
-        return found
+        return reference_logits

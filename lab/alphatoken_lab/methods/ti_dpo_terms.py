@@ -90,15 +90,15 @@ def prompts_of(inputs: Mapping[str, Any], mask: Bool[Tensor, "b t"]) -> list[Ten
     real = inputs.get("attention_mask")
     real = torch.ones_like(ids) if real is None else real
     before = (real != 0) & (mask.cumsum(-1) == 0)
-    found = [row[here].cpu() for row, here in zip(ids, before, strict=True)]
-    for row, prompt in enumerate(found):
+    prompts = [row[here].cpu() for row, here in zip(ids, before, strict=True)]
+    for row, prompt in enumerate(prompts):
         if len(prompt) == 0 or not bool(mask[row].any()):
             raise InputError(
                 "a pair has no prompt or no chosen response to sample an anchor beside",
                 got=f"row {row}",
                 remedy="triplet_gamma=0, or drop the pair",
             )
-    return found
+    return prompts
 
 
 def sample_anchors(

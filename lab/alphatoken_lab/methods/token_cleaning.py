@@ -91,8 +91,8 @@ class TokenCleaning(StaticMask):
     @property
     def lacks(self) -> str | None:
         """The argument that is to name its second model; None if it needs none."""
-        given = (self.reference, self.warmup_share, self.rounds)
-        return "reference" if given == (None, None, None) else None
+        sources = (self.reference, self.warmup_share, self.rounds)
+        return "reference" if sources == (None, None, None) else None
 
     @property
     def variant(self) -> str:
@@ -109,10 +109,13 @@ class TokenCleaning(StaticMask):
                 got="packed rows",
                 remedy="packing=False",
             )
-        found = RoundsBefore.run(stage, self.rounds, self._share(), self.rounding)
-        self._last = found.folder
-        self._summary |= {"earlier_tokens": float(found.tokens), "earlier_kept": float(found.kept)}
-        return found.rows
+        rounds = RoundsBefore.run(stage, self.rounds, self._share(), self.rounding)
+        self._last = rounds.folder
+        self._summary |= {
+            "earlier_tokens": float(rounds.tokens),
+            "earlier_kept": float(rounds.kept),
+        }
+        return rounds.rows
 
     def _share(self) -> float:
         own = self.native_ratio if self.settings.mode == "native" else None
@@ -127,8 +130,8 @@ class TokenCleaning(StaticMask):
 
     def measured(self, stage: PolicyStage) -> TokenTable:
         """Losses under base and reference."""
-        found = self._reference(stage) if self._last is None else load_copy(stage, self._last)
-        return excess_losses(stage, stage.model, found)
+        reference = self._reference(stage) if self._last is None else load_copy(stage, self._last)
+        return excess_losses(stage, stage.model, reference)
 
     def _reference(self, stage: PolicyStage) -> Any:
         if self.reference is not None or self.warmup_share is None:

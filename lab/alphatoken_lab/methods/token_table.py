@@ -75,12 +75,12 @@ class TableHeader:
             DataError: naming every part that differs, with both values.
         """
         now = json.loads(expected.to_json())  # tuples are lists in a file
-        found = changed_settings(json.loads(self.to_json()), now)
-        if found:
+        differences = changed_settings(json.loads(self.to_json()), now)
+        if differences:
             parts = [f"{name}: {_short(a)} in the file, {_short(b)} here" for name, (a, b) in
-                     found.items()]  # fmt: skip
+                     differences.items()]  # fmt: skip
             raise DataError(
-                f"the token table {where} was made for another {' and another '.join(found)}",
+                f"the token table {where} was made for another {' and another '.join(differences)}",
                 got="; ".join(parts),
                 why="its numbers belong to other tokens, or to another model's view of them",
                 remedy="give the rows and the model that it was made for, or remove the file and "
@@ -145,8 +145,8 @@ class TokenTable:
         keys = np.frombuffer(b"".join(first), np.uint8).reshape(-1, KEY_BYTES)
         sizes = np.asarray([len(documents[i].positions) for i in kept], np.int64)
         positions = _joined([documents[i].positions for i in kept]).astype(np.int32)
-        found = {name: _joined([parts[i] for i in kept]) for name, parts in columns.items()}
-        return cls(header, keys, sizes, positions, found)
+        joined = {name: _joined([parts[i] for i in kept]) for name, parts in columns.items()}
+        return cls(header, keys, sizes, positions, joined)
 
     @classmethod
     def merge(cls, tables: Sequence[TokenTable]) -> TokenTable:
@@ -162,11 +162,11 @@ class TokenTable:
                 "merging needs at least one token table, and the same columns in each",
                 got="; ".join(str(sorted(t.columns)) for t in tables) or "none",
             )
-        seen: dict[bytes, None] = {}
+        keys: dict[bytes, None] = {}
         keep: list[Array] = []
         for table in tables:
-            new = np.asarray([key not in seen for key in table._numbers], bool)
-            seen |= dict.fromkeys(table._numbers)
+            new = np.asarray([key not in keys for key in table._numbers], bool)
+            keys |= dict.fromkeys(table._numbers)
             keep.append(new)
         spread = [np.repeat(new, t.sizes) for new, t in zip(keep, tables, strict=True)]
 
@@ -264,13 +264,13 @@ class TokenTable:
                 remedy="run the static pass of the policy that asks for it",
             )
         places, sources = self._matches(inputs, mask)
-        found = {}
+        batch_columns = {}
         for name in chosen:
             numbers = torch.from_numpy(np.ascontiguousarray(self.columns[name][sources]))
             flat = torch.zeros(mask.numel(), dtype=wide(numbers.dtype))
             flat[places] = numbers.to(flat.dtype)
-            found[name] = flat.view(mask.shape).to(mask.device)
-        return found
+            batch_columns[name] = flat.view(mask.shape).to(mask.device)
+        return batch_columns
 
     def _matches(self, inputs: Mapping[str, Any], mask: Tensor) -> tuple[Tensor, Array]:
         """Flat places in the batch, and the tokens of the table that belong there."""

@@ -108,14 +108,14 @@ class XTF(StaticMask):
         floor: float = 0.05,
     ) -> None:
         super().__init__(settings)
-        for name, given, allowed in (
+        for name, value, allowed in (
             *(("filters", one, FILTERS) for one in filters),
             ("heads", heads, HEADS),
             ("queries", queries, QUERIES),
             ("distance", distance, DISTANCES),
             ("otsu_scope", otsu_scope, ("dataset", "sequence")),
         ):
-            require_choice(f"{name} of XTF", given, allowed)
+            require_choice(f"{name} of XTF", value, allowed)
         tests = {
             "some filter acts": bool(filters),
             "iqr_factor is a finite number": math.isfinite(iqr_factor),
@@ -169,15 +169,15 @@ class XTF(StaticMask):
 
     def dropped(self, table: TokenTable) -> dict[str, Array]:
         """(N,) by filter: True where that filter drops the token."""
-        found: dict[str, Array] = {}
+        drops: dict[str, Array] = {}
         if "ri" in self.filters:
-            found["ri"] = low_outliers(table, table.columns["attention"], self.iqr_factor)
+            drops["ri"] = low_outliers(table, table.columns["attention"], self.iqr_factor)
         if "kn" in self.filters:
             # 1 - p, exact also where p is next to 1
-            found["kn"] = np.asarray(-np.expm1(-table.columns["loss"]) < self.known_below)
+            drops["kn"] = np.asarray(-np.expm1(-table.columns["loss"]) < self.known_below)
         if "tr" in self.filters:
-            found["tr"] = self._cluster(table)
-        return found
+            drops["tr"] = self._cluster(table)
+        return drops
 
     def _cluster(self, table: TokenTable) -> Array:
         """Tokens in the Otsu class that is dropped."""
@@ -214,11 +214,11 @@ class XTF(StaticMask):
 
 def low_outliers(table: TokenTable, values: Array, factor: float) -> Array:
     """(N,) True below Q1 - factor (Q3 - Q1), quartiles (linear) over each document's tokens."""
-    found = np.zeros(table.tokens, bool)
+    outliers = np.zeros(table.tokens, bool)
     for a, b in pairwise(table.starts):
         low, high = np.quantile(values[a:b].astype(np.float64), (0.25, 0.75))
-        found[a:b] = values[a:b] < low - factor * (high - low)
-    return found
+        outliers[a:b] = values[a:b] < low - factor * (high - low)
+    return outliers
 
 
 # --- task relevance -------------------------------------------------------------------------------
