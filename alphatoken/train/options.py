@@ -20,6 +20,7 @@ from alphatoken.train.policies import (
     TRAINER_POLICIES,
     chosen_policy,
     find_policy,
+    policy,
     read_policy_options,
 )
 from alphatoken.train.policy import PolicySettings, TokenPolicy
@@ -185,4 +186,8 @@ class AlphaOptions(AlphaFields):
         if self.policy in TRAINER_POLICIES:
             exported = self.policy == "all" and self.export_values
             return self.policy in ("top", "bottom") or exported
-        return find_policy(self.policy).needs.values
+        own = find_policy(self.policy).needs
+        if isinstance(own, property):  # what it needs depends on its settings
+            arguments = read_policy_options(self.policy_options)
+            own = policy(self.policy, self.policy_settings(), **arguments).needs
+        return own.values
