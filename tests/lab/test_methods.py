@@ -355,3 +355,13 @@ def test_bad_input() -> None:
     for name, more in (("eaft", {"alpha": 0}), ("flow", {"level": "word"})):
         with pytest.raises(ConfigError, match=next(iter(more))):
             policy(name, **more)
+
+
+def test_needs_that_depend_on_settings_are_asked_of_the_policy(tmp_path: Path) -> None:
+    """Of FLOW they are a property; a run of it makes no values."""
+    pytest.importorskip("trl")
+    from alphatoken.train import AlphaSFTConfig
+
+    options = AlphaSFTConfig(str(tmp_path), policy="flow", bf16=False)
+    assert not options.needs_values
+    assert options.weighs
