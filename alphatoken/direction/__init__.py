@@ -12,9 +12,10 @@
   optimizer, and :mod:`~alphatoken.direction.optimizers` finds that optimizer and its state.
   ``P`` may also be ``(K + mu)^-1`` of influence functions: :mod:`~alphatoken.direction.influence`.
 * ``M``: :mod:`~alphatoken.direction.algebra` is the formula on matrices,
-  :mod:`~alphatoken.direction.scored` chooses the parameters, :mod:`~alphatoken.direction.build`
-  makes M of its ingredients, :mod:`~alphatoken.direction.age` says whether it is stale, and
-  :mod:`~alphatoken.direction.current` hands it out as the frame that passes are valued with.
+  :mod:`~alphatoken.direction.scored` chooses the parameters, :mod:`~alphatoken.direction.inputs`
+  builds M from everything that goes into it, :mod:`~alphatoken.direction.age` says whether it is
+  stale, and :mod:`~alphatoken.direction.cache` keeps it until then.
+* A walk, whose end stands in M's place: :mod:`~alphatoken.direction.walk`.
 
 **May import** ``config``, ``estimate``, ``select``, ``model``, ``support`` and ``errors``.
 **Mathematics**: docs/notation.md, docs/retention.md and docs/optimizers.md. **Oracles**:
