@@ -2,8 +2,9 @@
 
 Small steps, each usable by itself:
 
-* :func:`read_rows` reads JSONL, JSON, CSV, TSV or Parquet rows (prompt and response, or chat messages), and
-  :func:`read_pairs` preference pairs; both log what was read as what, and what was not read;
+* :func:`read_rows` reads JSONL, JSON, CSV, TSV or Parquet rows (prompt and response, or chat
+  messages), and :func:`read_pairs` preference pairs; both log what was read as what, and what was
+  not read;
 * :func:`encode_rows` turns them into token ids and labels, through the tokenizer's chat template
   where it has one, through one stated plain format where it has none;
 * :func:`split_pools` keeps validation rows and Fisher prompts out of the training rows;

@@ -533,7 +533,7 @@ OTHERS: dict[str, tuple[str, Check]] = {
         "train/fused_head.py", lambda: takes(at(f"{UTILS}:add_fused_lm_head"), ANY)
     ),
     "trl: FusedCausalLMOutput": (
-        "train/gradient_weights.py", lambda: {"log_probs", "aux_loss"}
+        "train/log_prob_proxy.py", lambda: {"log_probs", "aux_loss"}
         <= {one.name for one in dataclasses.fields(at(f"{UTILS}:FusedCausalLMOutput"))},
     ),
     "peft: LoRA layers": ("model/transformers.py, train/mixin.py", _adapts),
