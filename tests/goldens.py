@@ -1021,7 +1021,7 @@ def of_score(folder: Path) -> Numbers:
     for name, options in jobs.items():
         layers = {} if options.get("estimator") == "walk" else {"layers": 2}
         out = folder / name
-        flags = ("--quiet", *(["--write_dataset"] if name == "dataset" else []))
+        flags = ("--quiet", *(["--rows", "tokens"] if name == "dataset" else []))
         run_command("score", {**base, **layers, **options, "output_dir": out}, *flags)
         yield from under(name, value_files(out))
         yield f"{name}/summary", numbers_in(json.loads((out / "summary.json").read_text()))
