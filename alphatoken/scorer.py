@@ -457,8 +457,8 @@ class Scorer:
             return self.direction
         self._follow()
         estimator, checked = self.estimator, self._read(batch)
-        direction = estimator.prepare(checked)
         weights = read_weights("step", step_weights, checked.mask)
+        direction = estimator.prepare(checked)
         with estimator.forward(checked, step_weights=weights) as recording:
             return estimator.at_step(recording, direction)
 

@@ -29,6 +29,7 @@ class DirectionCache(Generic[T]):
         pinned: what decides in the age's place; None for the age.
         kept: what was built last, whether it is stale or not; None before and after ``invalidate``.
         version: another number after each use that came with a change or built anew.
+        builds: number of times that it was built.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class DirectionCache(Generic[T]):
         self.inputs = inputs
         self.pinned: object | None = None
         self.kept: T | None = None
-        self.version = 0
+        self.version = self.builds = 0
         self._build, self._age_of, self._lasts = build, age_of, lasts
         self._age: tuple[object, ...] | None = None
         self._changes = 0
@@ -106,6 +107,7 @@ class DirectionCache(Generic[T]):
         if self.kept is None or (self._lasts and self._changes >= self._lasts):
             self.kept = self._age = None  # if building fails, nothing of it may pass for current
             self.kept, self._changes = self._build(self.inputs), 0
+            self.builds += 1
         self._age = age
         return self.kept
 

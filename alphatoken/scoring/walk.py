@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from alphatoken.direction.age import require_gradients
 from alphatoken.direction.algebra import Direction
 from alphatoken.direction.cache import DirectionCache
 from alphatoken.direction.objective import forward_losses
@@ -44,15 +45,21 @@ class Walk(Estimator[End]):
         reference = self.inputs.arguments.reference
         self._reference = None if reference is None else find_adapter(reference)
         self._compared = 0  # recordings whose losses came with them
+        self._prepared = 0  # uses of a second model
         # Whether the loss is known to depend on what walks: another setting may have switched it
         # off, and each value would be 0.
         self._depends = True
 
     def prepare(self, batch: LabelledBatch | None = None) -> End:
-        """The end of the walk; a walk is taken where one is due."""
-        former = self.cache.kept
+        """The end of the walk; a walk is taken where one is due. Empty of a second model."""
+        if self._reference is not None:
+            require_gradients(self.adapter.model)
+            self._prepared += 1
+            self.proofs.see_version(self._prepared)
+            return {}
+        builds = self.cache.builds  # and not the former end, which would stay in memory
         end = super().prepare(batch)
-        if self._reference is None and end is former and not self._depends:
+        if self.cache.builds == builds and not self._depends:
             self.inputs.gradient_of_step(0)
         self._depends = True
         self.proofs.see_version(self.cache.version)
@@ -119,4 +126,4 @@ class Walk(Estimator[End]):
                 why="its parameters need not be those of the model",
                 remedy="take score(); or walk there: leave reference out, with walk_steps",
             )
-        return way_of(self.inputs, self.cache.current())
+        return way_of(self.inputs, self.prepare())

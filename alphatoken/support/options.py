@@ -45,7 +45,8 @@ class Limits:
     def holds(self, number: Any) -> bool:
         """True if a number lies in the range."""
         return (
-            not isinstance(number, bool)  # True is an int: window=True would mean 1
+            # True is an int: window=True would mean 1. A trailing comma makes a tuple.
+            not isinstance(number, bool | str | tuple | list)
             and (self.at_least is None or number >= self.at_least)
             and (self.above is None or number > self.above)
             and (self.at_most is None or number <= self.at_most)
@@ -151,7 +152,8 @@ def check_options(options: Any, kind: type | None = None) -> None:
     """
     for one in fields(kind or options):
         limits, value = limits_of(one), getattr(options, one.name)
-        entries = value if isinstance(value, tuple) else (value,)
+        # Of an option that is a tuple each entry is checked; elsewhere a tuple is no value.
+        entries = value if isinstance(one.default, tuple) and isinstance(value, tuple) else (value,)
         if limits.choices:
             for entry in entries:
                 require_choice(one.name, entry, limits.choices)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from alphatoken.model.batch_slice import LENGTH, ROWS
 from alphatoken.oracle import gradients, influence, utility
 from alphatoken.scoring.captured import Captured
 from alphatoken.scoring.recording import Recording
+from alphatoken.support.options import check_options
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.setups import (
@@ -360,6 +362,48 @@ def test_errors_streamed_are_the_errors_kept(setup: Setup, cut: bool) -> None:
         assert torch.equal(kept.unassigned, streamed.unassigned)
         for name, part in kept.components().items():
             assert torch.equal(part, streamed.components()[name]), (estimator, name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"estimator": ("direct",)},
+        {"objective": ("stability",)},
+        {"part": ("causal",)},
+        {"uncovered": ("skip",)},
+        {"stability_weight": (1.0,)},
+        {"damping": ()},
+        {"window": (4,)},
+        {"window": "4"},
+        {"precondition_after": True},
+    ],
+    ids=str,
+)
+def test_a_tuple_is_no_value_of_an_option(options: dict[str, Any]) -> None:
+    """One comma too many makes a tuple; it must not pass for its entry, nor for the default."""
+    (name,) = options
+    values = {one.name: one.default for one in fields(ScorerConfig)}
+    check_options(SimpleNamespace(**values), ScorerConfig)
+    with pytest.raises(ConfigError, match=f"{name} must be"):  # types are no help outside of tests
+        check_options(SimpleNamespace(**{**values, **options}), ScorerConfig)
+
+
+def test_wrong_step_weights_are_refused_before_the_direction_is_built() -> None:
+    roles: list[str] = []
+
+    def reduce(role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
+        roles.append(role)
+        return {name: total / count for name, total in sums.items()}
+
+    model = CASE.model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scorer = Scorer(
+        model, CASE.validation, None, ScorerConfig("direct", preconditioner="full"),
+        optimizer=optimizer, reduce=reduce,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="step_weights"):
+        scorer.direction_for(CASE.batch, step_weights=torch.ones(1, 1))
+    assert roles == []
 
 
 # --- what changes over a run ----------------------------------------------------------------------

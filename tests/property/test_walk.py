@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from threading import Event
 from typing import Any
@@ -18,6 +20,7 @@ from hypothesis.strategies import floats, integers
 from torch import Tensor, nn
 
 from alphatoken import AlphaTokenWarning, PreferenceBatch, Scorer, ScorerConfig
+from alphatoken.direction import walk as walks
 from alphatoken.direction.cache import DirectionCache
 from alphatoken.direction.walk import walk
 from alphatoken.errors import ConfigError, InputError, ModelError, NumericalError, UnsupportedError
@@ -166,6 +169,39 @@ def test_scores_that_are_not_the_forwards_are_refused() -> None:
             observed.values(logits, labels)
         with pytest.raises(InputError, match="do not belong"):
             observed.values(1.5 * logits, labels)
+
+
+def test_the_former_end_is_let_go_before_the_next_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as large as the weights that walk, which lie in memory beside their optimizer."""
+    model = ONE.model()
+    scorer = Scorer(model, ONE.validation, config=config(walk_refresh=1))
+    scorer.score(ONE.batch)
+    former = [weakref.ref(weight) for weight in walk_of(scorer).current().values()]
+    alive: list[bool] = []
+    plain = walks.walk
+
+    def walk_again(*args: Any) -> Any:
+        alive.extend(one() is not None for one in former)
+        return plain(*args)
+
+    monkeypatch.setattr(walks, "walk", walk_again)
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(1.01)
+    scorer.score(ONE.batch)
+    assert alive
+    assert not any(alive)
+
+
+def test_values_to_a_second_model_read_no_weights() -> None:
+    """Their losses are those of the observed forward, whatever is written to a weight later."""
+    model, reference = ONE.model(), replace(ONE, seed=1).model()
+    scorer = Scorer(model, None, None, ScorerConfig("walk"), reference=reference)
+    with scorer.observe() as observed:
+        logits = model(**ONE.inputs)
+        expected = observed.values(logits, ONE.batch["labels"]).total
+        with torch.no_grad():
+            next(iter(model.parameters())).mul_(1.01)
+        assert torch.equal(observed.values(logits, ONE.batch["labels"]).total, expected)
 
 
 # --- what walk values are ------------------------------------------------------------------------
