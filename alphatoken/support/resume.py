@@ -199,9 +199,22 @@ def refuse_other_run(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None
     )
 
 
+_LONGEST = 200
+"""Characters of a value in a message."""
+
+
 def describe_changes(changes: Changes) -> str:
     """Each change in words, with both values."""
-    return "; ".join(f"{name}: {old!r} then, {new!r} now" for name, (old, new) in changes.items())
+    return "; ".join(
+        f"{name}: {_shortened(old)} then, {_shortened(new)} now"
+        for name, (old, new) in changes.items()
+    )
+
+
+def _shortened(value: Any) -> str:
+    """The value as Python writes it; of one that is long, such as a list of names, its ends."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-20:]}"
 
 
 def read_run(path: Path) -> dict[str, Any]:

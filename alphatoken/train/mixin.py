@@ -55,7 +55,7 @@ from alphatoken.train.leaks import warn_of_leaks
 from alphatoken.train.ledger import ValueLedger
 from alphatoken.train.micro_batch import PLAN_KEY, MicroBatchPlan
 from alphatoken.train.monitor import TrainMonitor
-from alphatoken.train.policies import chosen_policy
+from alphatoken.train.policies import TRAINER_POLICIES, chosen_policy
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_stage import prepare_policy
 from alphatoken.train.records import RunRecords
@@ -173,6 +173,8 @@ class AlphaTrainerMixin(_Base):
         arguments["args"] = _own_config(arguments.get("args"), self.CONFIG)
         options = arguments["args"]
         self._policy = chosen_policy(options, policy, options.FAMILY)
+        # Settings of a ratio that is named are options of the run, compared under their own names.
+        self._settings_are_options = policy is None and options.policy in TRAINER_POLICIES
         check_fisher_rows(options, fisher, fisher_dataset)
         if self._policy is not None:
             options.check_settings()
@@ -541,7 +543,9 @@ class AlphaTrainerMixin(_Base):
             "validation_dataset": self.rows.validation,
             "retention_dataset": self.rows.retention,
             "fisher": None if fisher is None else {n: getattr(fisher, n) for n in parts},
-            "policy_arguments": None if self._policy is None else self._policy.arguments(),
+            "policy_arguments": None
+            if self._policy is None or self._settings_are_options
+            else self._policy.arguments(),
         }
 
     def run_facts(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from alphatoken.train.identity import run_options
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.layouts import layout
 from alphatoken.train.placement import cache_folder, on_accelerator
-from alphatoken.train.policies.ratio import TopRatioPolicy
+from alphatoken.train.policies.ratio import RATIO_POLICIES
 from alphatoken.train.policies.trained_weights import copied
 from alphatoken.train.policy import Columns, PolicyStage, TokenPolicy
 from alphatoken.train.selecting import selecting
@@ -173,7 +173,7 @@ def _write_policy(args: Any, policy: TokenPolicy) -> None:
 
     A ratio of the values has neither a pass nor settings that are not options of the run.
     """
-    if not args.should_save or isinstance(policy, TopRatioPolicy):
+    if not args.should_save or type(policy) in RATIO_POLICIES.values():
         return
     folder = Path(str(args.output_dir))
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from alphatoken.train import (
     AlphaTrainer,
 )
 from alphatoken.train.policies import STANDS_FOR
-from alphatoken.train.policies.ratio import TopRatioPolicy
+from alphatoken.train.policies.ratio import BottomRatioPolicy, TopRatioPolicy
 from alphatoken.train.policies.standard import DPO, Standard
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
 from alphatoken_lab.methods.sstoken import prompt_attention, prompt_tokens
@@ -408,3 +408,28 @@ def test_command_line_takes_options(tmp_path: Path) -> None:
     recipe.write_text("policy: flow\npolicy_options:\n  tau: 2.0\nuse_cpu: true\nbf16: false\n")
     read = read_arguments("sft", ["--config", str(recipe), "--output_dir", "x"], AlphaSFTConfig)
     assert read.training.policy_options == {"tau": 2.0}
+
+
+def test_ratios_that_are_handed_over_are_told_apart_when_a_run_resumes(tmp_path: Path) -> None:
+    """Named ones are options; of an object or a class the facts of the run hold all of it."""
+
+    class Own(TopRatioPolicy):
+        name = "own"
+
+        def __init__(self, settings: PolicySettings | None = None, *, k: int = 1) -> None:
+            super().__init__(settings)
+            self.k = k
+
+    given = {"train_dataset": tiny.sft_rows(8), "validation_dataset": tiny.sft_rows(4, seed=1)}
+    policies = (TopRatioPolicy, BottomRatioPolicy, TopRatioPolicy(unit="response"), Own(k=1))
+    facts = [
+        tiny.made(AlphaSFTTrainer, tmp_path / str(number), policy=policy, **given).run_facts()
+        for number, policy in enumerate((*policies, Own(k=2)))
+    ]
+    digests = {fact["data"]["policy_arguments"] for fact in facts}
+    assert len(digests) == len(facts)
+    assert (tmp_path / "4" / "policy.json").is_file()
+    assert not (tmp_path / "0" / "policy.json").exists()
+    named = tiny.made(AlphaSFTTrainer, tmp_path / "named", keep_ratio=0.25, **given).run_facts()
+    other = tiny.made(AlphaSFTTrainer, tmp_path / "other", keep_ratio=0.5, **given).run_facts()
+    assert named["data"] == other["data"]

@@ -35,12 +35,7 @@ from alphatoken.estimate.names import WALK
 from alphatoken.model.layer_choice import read_layers
 from alphatoken.model.parameter_choice import ParameterChoice
 from alphatoken.train.fields import AlphaFields
-from alphatoken.train.policies.ratio import (
-    AllTokensPolicy,
-    BottomRatioPolicy,
-    RandomRatioPolicy,
-    TopRatioPolicy,
-)
+from alphatoken.train.policies.ratio import RATIO_POLICIES
 from alphatoken.train.policies.standard import DPO, Standard
 from alphatoken.train.policies.validation_first import ValidationFirst
 from alphatoken.train.policy import PolicySettings, TokenPolicy
@@ -61,13 +56,7 @@ __all__ = [
 GROUP = "alphatoken.policies"
 """Entry points by which a package names its policies: ``name = "module:Class"``."""
 
-_RATIO = {
-    "top": TopRatioPolicy,
-    "random": RandomRatioPolicy,
-    "bottom": BottomRatioPolicy,
-    "all": AllTokensPolicy,
-}
-TRAINER_POLICIES = tuple(_RATIO)
+TRAINER_POLICIES = tuple(RATIO_POLICIES)
 """Policies of the trainers themselves, by value."""
 
 STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
@@ -276,7 +265,7 @@ def chosen_policy(
     """
     settings: PolicySettings = options.policy_settings()
     if own is None and options.policy in TRAINER_POLICIES:
-        kind, budget = _RATIO[options.policy], replace(settings, mode="budget")
+        kind, budget = RATIO_POLICIES[options.policy], replace(settings, mode="budget")
         return kind(budget, unit=options.value_unit) if options.weighs else None
     arguments = read_policy_options(options.policy_options)
     if isinstance(own, TokenPolicy):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +10,13 @@ from torch import Tensor
 from alphatoken.select.masks import response_values, select_bottom, select_random
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, TokenPolicy
 
-__all__ = ["AllTokensPolicy", "BottomRatioPolicy", "RandomRatioPolicy", "TopRatioPolicy"]
+__all__ = [
+    "RATIO_POLICIES",
+    "AllTokensPolicy",
+    "BottomRatioPolicy",
+    "RandomRatioPolicy",
+    "TopRatioPolicy",
+]
 
 
 class TopRatioPolicy(TokenPolicy):
@@ -40,10 +46,6 @@ class TopRatioPolicy(TokenPolicy):
     def __init__(self, settings: PolicySettings | None = None, *, unit: str = "token") -> None:
         super().__init__(settings)
         self.unit = unit
-
-    def arguments(self) -> dict[str, Any]:
-        """Nothing: all of them are options of the run, each compared under its own name."""
-        return {}
 
     def keeps_all(self, full: bool) -> bool:
         """True if the budget is every token, whatever happens to be kept in one micro-batch."""
@@ -103,3 +105,12 @@ class AllTokensPolicy(TopRatioPolicy):
     ) -> Tensor:
         """True for every response token."""
         return mask
+
+
+RATIO_POLICIES: dict[str, type[TopRatioPolicy]] = {
+    "top": TopRatioPolicy,
+    "random": RandomRatioPolicy,
+    "bottom": BottomRatioPolicy,
+    "all": AllTokensPolicy,
+}
+"""Policies of the trainers themselves, all of whose settings are options of the run."""
