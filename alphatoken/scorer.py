@@ -32,7 +32,7 @@ from alphatoken.errors import (
 )
 from alphatoken.estimate.names import SPLIT, WALK
 from alphatoken.estimate.proofs import CoverageReport
-from alphatoken.model.batch import LabelledBatch, PreferenceBatch, read_batch
+from alphatoken.model.batch import PreferenceBatch
 from alphatoken.model.capture import record
 from alphatoken.model.fingerprint import (
     Written,
@@ -50,7 +50,7 @@ from alphatoken.scoring.captured import Captured
 from alphatoken.scoring.estimator import Estimator
 from alphatoken.scoring.label import Label
 from alphatoken.scoring.observed import Observed
-from alphatoken.scoring.recording import Recording, read_weights
+from alphatoken.scoring.recording import Recording
 from alphatoken.scoring.walk import Walk
 from alphatoken.support.precision import float16_named
 from alphatoken.support.progress import ProgressSink
@@ -371,26 +371,17 @@ class Scorer:
             self._require_outside("score")
             self._follow()
             estimator = self.estimator
-            checked = self._read(batch)
-            weights = (
-                read_weights("token", token_weights, checked.mask),
-                read_weights("step", step_weights, checked.mask),
-            )
+            checked, token, step = estimator.read(batch, token_weights, step_weights)
             require_gradients(self.adapter.model)
             estimator.proofs.see_arguments(checked)
             direction = estimator.prepare(checked)
             self._settle()
             # Label values along a fixed M run a dual forward of their own, and nothing before it.
             if not estimator.needs_forward:
-                recording = Recording(checked, *weights)
+                recording = Recording(checked, token, step)
                 return estimator.values(recording, direction, components=components)
-            with estimator.forward(checked, *weights) as recording:
+            with estimator.forward(checked, token, step) as recording:
                 return estimator.values(recording, direction, components=components)
-
-    def _read(self, batch: Mapping[str, Any]) -> LabelledBatch:
-        """The batch, checked: the first step of every valuation."""
-        adapter = self.adapter
-        return read_batch(batch, max_length=adapter.max_positions(), model=adapter.model)
 
     @contextmanager
     def observe(self) -> Iterator[Observed]:
@@ -456,8 +447,8 @@ class Scorer:
         if self.config.preconditioner != "full":
             return self.direction
         self._follow()
-        estimator, checked = self.estimator, self._read(batch)
-        weights = read_weights("step", step_weights, checked.mask)
+        estimator = self.estimator
+        checked, _, weights = estimator.read(batch, step_weights=step_weights)
         direction = estimator.prepare(checked)
         with estimator.forward(checked, step_weights=weights) as recording:
             return estimator.at_step(recording, direction)

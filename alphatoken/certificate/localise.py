@@ -14,10 +14,8 @@ from torch import Tensor
 
 from alphatoken.estimate.columns import ColumnSums
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.model.batch import read_batch
 from alphatoken.scoring.captured import Captured
 from alphatoken.scoring.estimator import Estimator
-from alphatoken.scoring.recording import read_weights
 
 __all__ = ["values_by_parameter"]
 
@@ -34,13 +32,9 @@ def values_by_parameter(
     "stability", by token.
     """
     scored, adapter = estimator.scored, estimator.adapter
-    checked = read_batch(batch, max_length=adapter.max_positions(), model=adapter.model)
-    weights = (
-        read_weights("token", token_weights, checked.mask),
-        read_weights("step", step_weights, checked.mask),
-    )
+    checked, token, step = estimator.read(batch, token_weights, step_weights)
     direction = estimator.prepare(checked)
-    with estimator.forward(checked, *weights) as recording:
+    with estimator.forward(checked, token, step) as recording:
         sides = estimator.at_step(recording, direction).sides(components=True)
         present = {n: s for n, s in zip(("adaptation", "stability"), sides, strict=True) if s}
         if not isinstance(estimator, Captured):

@@ -107,11 +107,8 @@ def walk_age(inputs: DirectionInputs) -> tuple[object, ...]:
 def end_of_walk(inputs: DirectionInputs) -> dict[str, Tensor]:
     """Weights after the walk that the options describe, from the weights as they are.
 
-    Empty where a second model stands at the end. Warns where the mean loss of the validation rows
-    has risen.
+    Warns where the mean loss of the validation rows has risen.
     """
-    if inputs.arguments.reference is not None:
-        return {}
     config, model, scored = inputs.config, inputs.adapter.model, inputs.scored
     rate = LEARNING_RATE if config.walk_learning_rate is None else config.walk_learning_rate
     adamw = partial(torch.optim.AdamW, lr=rate, weight_decay=0.0)

@@ -37,13 +37,10 @@ class Captured(Estimator[Direction]):
     def prepare(self, batch: LabelledBatch | None = None) -> Direction:
         """M at the current weights; a model that is not covered is refused before it is built."""
         require_gradients(self.adapter.model)
-        shown = self.inputs.first_batch() or batch
-        if self.proofs.pending and shown is not None:
-            self.prove(self._slice(shown))
+        self._prove_pending(batch)
         direction = super().prepare(batch)
         self.proofs.see_version(self.cache.version)
-        if self.proofs.pending and shown is not None:
-            self.prove(self._slice(shown))
+        self._prove_pending(batch)
         return direction
 
     def prove(self, batch: LabelledBatch, sides: Sequence[Side] = ()) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ from alphatoken.errors import AlphaTokenWarning, warn_caller
 from alphatoken.estimate.names import SPLIT
 from alphatoken.estimate.proofs import CaptureCheck
 from alphatoken.estimate.token_values import DirectCausal, combine
-from alphatoken.model.batch import LabelledBatch
+from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
-from alphatoken.scoring.recording import Recording
+from alphatoken.scoring.recording import Recording, read_weights
 from alphatoken.values import TokenValues
 
 __all__ = ["Estimator", "Side"]
@@ -82,6 +82,25 @@ class Estimator(ABC, Generic[D]):
 
     # --- before the values -----------------------------------------------------------------------
 
+    def read(
+        self,
+        batch: Mapping[str, Any],
+        token_weights: Tensor | None = None,
+        step_weights: Tensor | None = None,
+    ) -> tuple[LabelledBatch, Tensor | None, Tensor | None]:
+        """The batch and the weights on its token losses, checked: the first step of a valuation.
+
+        Raises:
+            InputError: see ``read_batch`` and ``read_weights``.
+        """
+        adapter = self.adapter
+        checked = read_batch(batch, max_length=adapter.max_positions(), model=adapter.model)
+        return (
+            checked,
+            read_weights("token", token_weights, checked.mask),
+            read_weights("step", step_weights, checked.mask),
+        )
+
     def prepare(self, batch: LabelledBatch | None = None) -> D:
         """The direction at the current weights, built where it is stale, with the proofs due.
 
@@ -120,9 +139,17 @@ class Estimator(ABC, Generic[D]):
     def forget(self) -> None:
         """Keep nothing that depends on batches that were valued."""
 
-    def _slice(self, batch: LabelledBatch) -> LabelledBatch:
-        """The rows that proofs look at; under sharded weights all processes run whole batches."""
-        return around_responses(batch) if self.scored.sharding is None else batch
+    def _prove_pending(self, batch: LabelledBatch | None, sides: Sequence[Side] = ()) -> None:
+        """Prove what is due on the first batch that M is built from, or else on this one.
+
+        A slice of it is shown; under sharded weights all processes run whole batches.
+        """
+        if not self.proofs.pending:
+            return
+        shown = self.inputs.first_batch() or batch
+        if shown is not None:
+            whole = self.scored.sharding is not None
+            self.prove(shown if whole else around_responses(shown), sides)
 
     # --- values ----------------------------------------------------------------------------------
 

@@ -77,9 +77,7 @@ class Label(Estimator[Direction]):
         """M at the current weights; derivatives are proved along it."""
         direction = super().prepare(batch)
         self.proofs.see_version(self.cache.version)
-        shown = self.inputs.first_batch() or batch
-        if self.proofs.pending and shown is not None:
-            self.prove(self._slice(shown), _both(direction))
+        self._prove_pending(batch, _both(direction))
         return direction
 
     def prove(self, batch: LabelledBatch, sides: Sequence[Side] = ()) -> None:
