@@ -31,11 +31,11 @@ if TYPE_CHECKING:
         NumericalError,
         UnsupportedError,
     )
+    from alphatoken.estimate.observed import Observed
     from alphatoken.estimate.proofs import CoverageReport
     from alphatoken.model.batch import PreferenceBatch, token_losses
     from alphatoken.model.protocol import DecoderAdapter, register_adapter
     from alphatoken.scorer import Scorer
-    from alphatoken.scoring.observed import Observed
     from alphatoken.select.losses import dpo_coefficient, masked_dpo_loss, masked_sft_loss
     from alphatoken.select.masks import (
         response_values,
@@ -105,7 +105,7 @@ _HOMES = {
     "select.losses": ("dpo_coefficient", "masked_dpo_loss", "masked_sft_loss"),
     "estimate.proofs": ("CoverageReport",),
     "scorer": ("Scorer",),
-    "scoring.observed": ("Observed",),
+    "estimate.observed": ("Observed",),
     "select.masks": ("response_values", "select_bottom", "select_random", "select_top"),
     "values": ("TokenValues",),
 }

@@ -10,36 +10,77 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from alphatoken.errors import ConfigError, refuse_unknown
-from alphatoken.estimate.names import CAPTURED, ESTIMATORS, FORMS, SPLIT, WALK
-from alphatoken.model.layer_choice import DEFAULT_LAYERS, read_layers
-from alphatoken.support.options import check_options, option, same_option
+from alphatoken.model.choice import DEFAULT_LAYERS, ParameterChoice, read_layers
+from alphatoken.support.options import check_options, option, same_option, with_options_in_docstring
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from alphatoken.model.parameter_choice import ParameterChoice
+__all__ = [
+    "CAPTURED",
+    "ESTIMATORS",
+    "FORMS",
+    "READ_BY",
+    "SELF_ONLY",
+    "SPLIT",
+    "WALK",
+    "ErrorRule",
+    "ScorerConfig",
+    "ValueOptions",
+    "refused_by_estimator",
+]
 
-__all__ = ["READ_BY", "ScorerConfig", "ValueOptions", "refused_by_estimator"]
 
-_NAMED = ("frozen", "full", "kronecker")
+class ErrorRule(NamedTuple):
+    """The errors at the scored linears that an estimator contracts with M.
 
-_FIRST_ORDER = ESTIMATORS  # all but "walk"
+    Attributes:
+        backward: "self", in which a position's use of the weights reaches its own loss alone (the
+            diagonal of Psi), or "ordinary" (its column sums).
+        propagation: how Value-Propagation carries the errors at the heads' outputs on to the
+            positions that they attended to, as the causal part: "" not at all, "per_head" by each
+            head's own attention, "mean" by their mean.
+    """
+
+    backward: str
+    propagation: str = ""
+
+
+CAPTURED: Mapping[str, ErrorRule] = {
+    "alphatoken": ErrorRule("self", "per_head"),
+    "direct": ErrorRule("self"),
+    "path": ErrorRule("ordinary"),
+    "paper_literal": ErrorRule("ordinary", "mean"),
+}
+"""Estimators that contract errors at the scored linears with M, each by its rule."""
+ESTIMATORS = (*CAPTURED, "label")
+"""First-order values: contractions of gradients with M."""
+WALK = "walk"
+"""Loss differences along a walk; see ``estimate.walk``."""
+SELF_ONLY = tuple(name for name, rule in CAPTURED.items() if rule.backward == "self")
+"""Estimators that need the self-only backward."""
+SPLIT = tuple(name for name, rule in CAPTURED.items() if name in SELF_ONLY or rule.propagation)
+"""Estimators with a direct and a causal part: they need the attention calls, recorded through the
+switchable backward. Path and label have one undivided value."""
+FORMS = ("central", "one_sided")
+"""Finite differences of ``label``; see ``estimate.differences``."""
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
     "part": SPLIT,
     "derivative": ("label",),
-    "preconditioner": _FIRST_ORDER,
-    "standard_errors": _FIRST_ORDER,
-    "uncovered": _FIRST_ORDER,
+    "preconditioner": ESTIMATORS,
+    "standard_errors": ESTIMATORS,
+    "uncovered": ESTIMATORS,
     "walk_steps": (WALK,),
     "walk_learning_rate": (WALK,),
     "walk_refresh": (WALK,),
 }
 """Option -> the estimators that read it. The others take its default alone."""
 
+_NAMED = ("frozen", "full", "kronecker")
 _NOT_READ_WHY = {
     "part": "its value is one number, with the direct and the causal part inside",
     "derivative": "the others contract errors of a backward with M",
@@ -50,63 +91,13 @@ _ALONG_A_WALK = (
 )
 
 
+@with_options_in_docstring
 @dataclass(frozen=True, repr=False)
 class ScorerConfig:
     """Options of the values. The defaults are the paper's: K = 3, W = 32, lambda = 1.5.
 
-    Attributes:
-        estimator: "alphatoken" (direct + Value-Propagation), "direct", "path", "label" or
-            "paper_literal", see ``alphatoken.estimate.estimators``; or "walk", what a
-            token's loss falls by along AdamW steps on the validation rows, all that trains moving.
-            For "walk" ``layers`` and ``parameters`` play no part.
-        objective: the sides of M that are built and summed: "both" (adaptation, and stability if
-            there is a retention term), "adaptation", or "stability" (no validation set needed).
-        part: the parts that are computed and summed: "both", "direct" or "causal". Other than
-            "both" needs an estimator with a split: all but label and path ("direct" has no
-            causal part).
-        layers: scored decoder layers: K for the last K, "all", or indices. The default is at most
-            the depth; where ``parameters`` are "all" it plays no part.
-        window: W of Value-Propagation, in positions; None for no limit, 0 for no causal part.
-        stability_weight: lambda. It has no natural unit: compare ``||lambda V||`` with ``||G||``
-            (``Direction.balance``) before choosing it.
-        preconditioner: None; "frozen" or "full", from the optimizer handed to the scorer;
-            "kronecker", which is (K + mu)^-1 by the influence factors handed to it (of weights of
-            linears, ``alphatoken.direction.influence``); or a mapping from parameter name to P.
-            "frozen" holds the step's denominator fixed; "full" is the exact derivative of the step,
-            and is built anew for each batch, because it contains the gradient that the step will
-            see (``step_weights`` of ``Scorer.score`` and ``Observed.values``).
-        precondition_after: P = 1 until the optimizer has taken this many steps; the frozen form is
-            wrong by 95 % at step 4, by 6 % at step 31 (measured on Adam).
-        damping: of ``preconditioner="kronecker"``: what is added to each eigenvalue of K, as a
-            share of their mean in the same linear.
-        parameters: "linears" of the scored layers; "linears,experts", the matrices of their
-            mixtures of experts too; for ``label`` also "all" trainable parameters, or parts joined
-            by commas, "linears" and patterns of parameter names in any layer ("linears,*norm*");
-            see ``alphatoken.model.parameter_choice``.
-        uncovered: "error" if a matrix in scope is not covered by the estimator (MoE experts,
-            routers, DoRA), or "skip" to leave such matrices out of scope and name them in
-            ``Scorer.coverage``.
-        max_relative_drift: a Fisher whose reference is farther away than this (median over
-            parameters of ``||W - W_ref|| / ||W_ref||``) is taken for another model's; None
-            switches the check off.
-        standard_errors: values come with the standard errors that the draw of the validation rows
-            gives them (``TokenValues.standard_error``). Each validation batch is one part of the
-            draw, so there must be at least two, of rows drawn independently. The price is one
-            contraction (one dual forward under ``label``) and one copy of G more for each.
-        derivative: how ``label`` differentiates the token losses. "forward_mode": one dual forward
-            a direction, exact up to rounding. "central": two forwards at ``theta +- h M``, for any
-            kernel and layer; needs weights and products in float32 or wider, and memory for one
-            more copy of the weights in scope. "one_sided": one forward at ``theta - h M`` beside
-            the observed one (or one of its own), less exact. "auto": differences where parameters
-            below the scored layers take part and their arithmetic allows it, one-sided under
-            ``observe`` without dropout, else central; forward mode for the last layers alone,
-            which it runs from their input on. If the model rules one of the two out, the other is
-            used, with one warning. ``TokenValues`` say which it was, and the estimated error.
-        walk_steps: n, the steps of a walk, each on the next of the validation batches.
-        walk_learning_rate: of its AdamW, constant, without weight decay; None takes 5e-5, and in a
-            trainer the run's.
-        walk_refresh: changes of the weights (optimizer steps) after which a new walk is taken from
-            where they are; 0 for one walk from the start.
+    ``alphatoken.estimate.captured`` says what each estimator contracts, and
+    ``alphatoken.model.choice`` how ``parameters`` are chosen.
 
     Raises:
         ConfigError: an unknown choice, or options that contradict each other.
@@ -119,6 +110,7 @@ class ScorerConfig:
         "steps on the validation rows)",
         choices=(*ESTIMATORS, WALK),
     )
+    # A side that is left out is not built: "stability" needs no validation set.
     objective: str = option(
         "both",
         "sides of the value: 'both', 'adaptation' or 'stability'",
@@ -129,6 +121,8 @@ class ScorerConfig:
         "paths of the value: 'both', 'direct' or 'causal'",
         choices=("both", "direct", "causal"),
     )
+    # At most the depth of the model, since the default serves models of one or two layers as well.
+    # Where ``parameters`` are "all" it plays no part.
     layers: int | str | Sequence[int] = option(
         DEFAULT_LAYERS,
         "scored layers: the last K, 'all', or indices such as 0,4",
@@ -137,6 +131,8 @@ class ScorerConfig:
     window: int | None = option(
         32, "window W of Value-Propagation in tokens, or none", at_least=0, optional=True
     )
+    # No default suits every model: compare ``||lambda V||`` with ``||G||`` (``Direction.balance``)
+    # before choosing it.
     stability_weight: float = option(
         1.5,
         "lambda, the weight of stability in the total value; it has no natural unit: see the "
@@ -144,11 +140,16 @@ class ScorerConfig:
         above=-math.inf,
         below=math.inf,
     )
+    # "frozen" holds the denominator of the step fixed. "full" is the exact derivative of the step,
+    # and is built anew for each batch, since it contains the gradient that the step will see
+    # (``step_weights``). Both read the optimizer that is handed to the scorer, "kronecker" its
+    # influence factors; a mapping gives P by parameter name.
     preconditioner: str | Mapping[str, Tensor] | None = option(
         None,
         "'frozen' or 'full': values of the optimizer's step instead of the gradient's",
         within="null, 'frozen', 'full', 'kronecker', or a mapping",
     )
+    # The frozen form is wrong by 95 % at step 4, by 6 % at step 31 (measured on Adam).
     precondition_after: int = option(
         30,
         "number of optimizer steps before which P = 1",
@@ -169,15 +170,27 @@ class ScorerConfig:
         "'linears,*norm*'",
         within="'linears', 'linears,experts', 'all', or patterns",
     )
+    # Matrices that are skipped are named in ``Scorer.coverage``.
     uncovered: str = option(
         "error", "'error', or 'skip' matrices that no estimator covers", choices=("error", "skip")
     )
+    # The median over parameters of ``||W - W_ref|| / ||W_ref||``, so that a few that moved far in
+    # training do not decide.
     max_relative_drift: float | None = option(
         1.0,
         "drift above which a Fisher is taken for another model's; none checks nothing",
         within="null, or above 0",
     )
+    # Each validation batch is one part of the draw, so there must be at least two, of rows drawn
+    # independently. The price is one contraction (a dual forward under ``label``) and a copy of G
+    # for each.
     standard_errors: bool = option(False, "standard errors by the draw of the validation rows")
+    # "forward_mode" is exact up to rounding. "central" (two forwards at theta +- h M) and
+    # "one_sided" (one beside the observed losses, less exact) serve every kernel and layer, but
+    # need weights and products in float32 or wider. "auto" prefers differences where parameters
+    # below the scored layers take part, since forward mode starts at the input of the first scored
+    # layer and is cheaper above it. If the model rules one out, the other is used, with one
+    # warning. ``TokenValues`` say which it was, and its error.
     derivative: str = option(
         "auto",
         "how 'label' differentiates the token losses",
@@ -209,7 +222,7 @@ class ScorerConfig:
     @property
     def choice(self) -> ParameterChoice:
         """The parameters that values are over: of a walk all that train."""
-        return _choice_of("all" if self.estimator == WALK else self.parameters)
+        return ParameterChoice.read("all" if self.estimator == WALK else self.parameters)
 
     @property
     def adapts(self) -> bool:
@@ -237,7 +250,6 @@ class ScorerConfig:
         return f"ScorerConfig({', '.join(changed)})"
 
     def __post_init__(self) -> None:
-        """Check every option."""
         check_options(self)
         if isinstance(self.preconditioner, str) and self.preconditioner not in _NAMED:
             raise ConfigError(
@@ -320,7 +332,7 @@ def refused_by_estimator(options: Mapping[str, Any]) -> Iterator[tuple[str, Conf
         )
     if estimator == WALK:
         yield from _refused_by_walk(values)
-    elif not _choice_of(values["parameters"]).captured and estimator != "label":
+    elif not ParameterChoice.read(values["parameters"]).captured and estimator != "label":
         yield (
             "parameters",
             ConfigError(
@@ -340,7 +352,7 @@ def _is_default(name: str, value: Any) -> bool:
 def _not_read(name: str, readers: Sequence[str], values: Mapping[str, Any]) -> ConfigError:
     """The error of an option that the estimator does not read."""
     got = f"{name}={values[name]!r:.40}, estimator={values['estimator']!r}"
-    if readers == _FIRST_ORDER:
+    if readers == ESTIMATORS:
         return _no_meaning_along_a_walk(got)
     return ConfigError(
         f"{name} is an option of the estimator{'s' * (len(readers) > 1)} "
@@ -371,9 +383,3 @@ def _no_meaning_along_a_walk(got: str) -> ConfigError:
         why=_ALONG_A_WALK,
         remedy="leave it out, or estimator='label'",
     )
-
-
-def _choice_of(parameters: str) -> ParameterChoice:
-    from alphatoken.model.parameter_choice import ParameterChoice  # torch
-
-    return ParameterChoice.read(parameters)

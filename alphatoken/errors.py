@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ __all__ = [
     "quoted",
     "refuse_unknown",
     "require_choice",
+    "short",
     "warn_caller",
 ]
 
@@ -124,9 +124,15 @@ class ColumnsError(DataError):
     """A row can be read in two ways. A choice about the file: no row is passed over for it."""
 
 
-def quoted(error: BaseException, width: int = 300) -> str:
-    """Message of another library on one line, cut between words if it is long."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", width, placeholder=" [...]")
+def short(text: str, length: int = 80) -> str:
+    """One line of at most ``length`` characters, for a message."""
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def quoted(error: BaseException) -> str:
+    """Class and message of another library's error, on one line."""
+    return short(f"{type(error).__name__}: {error}", 300)
 
 
 def first_few(names: Sequence[str], count: int) -> str:

@@ -13,16 +13,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from alphatoken.config import ScorerConfig
-from alphatoken.direction.age import require_gradients
+from alphatoken.config import WALK, ScorerConfig
 from alphatoken.direction.algebra import Direction
-from alphatoken.direction.cache import DirectionCache
+from alphatoken.direction.cache import DirectionCache, require_gradients
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.inputs import DirectionInputs, ScorerArguments
 from alphatoken.direction.objective import GradientReducer
 from alphatoken.direction.scored import ScoredParameters
-from alphatoken.direction.walk import end_of_walk, walk_age
 from alphatoken.errors import (
     AlphaTokenWarning,
     ConfigError,
@@ -30,10 +28,13 @@ from alphatoken.errors import (
     ModelError,
     UnsupportedError,
 )
-from alphatoken.estimate.names import SPLIT, WALK
+from alphatoken.estimate.captured import Captured
+from alphatoken.estimate.estimator import Estimator, Recording
+from alphatoken.estimate.label import Label
+from alphatoken.estimate.observed import Observed
 from alphatoken.estimate.proofs import CoverageReport
+from alphatoken.estimate.walk import Walk, end_of_walk, walk_age
 from alphatoken.model.batch import PreferenceBatch
-from alphatoken.model.capture import record
 from alphatoken.model.fingerprint import (
     Written,
     settings_of,
@@ -41,17 +42,11 @@ from alphatoken.model.fingerprint import (
     trained_of,
     written_between,
 )
+from alphatoken.model.forward import is_compiled, is_wrapper
 from alphatoken.model.head import watch_head
-from alphatoken.model.modes import is_compiled, is_wrapper
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import Scope
 from alphatoken.model.sharding import MasterWeights, Sharding
-from alphatoken.scoring.captured import Captured
-from alphatoken.scoring.estimator import Estimator
-from alphatoken.scoring.label import Label
-from alphatoken.scoring.observed import Observed
-from alphatoken.scoring.recording import Recording
-from alphatoken.scoring.walk import Walk
 from alphatoken.support.precision import float16_named
 from alphatoken.support.progress import ProgressSink
 from alphatoken.values import Certificate, TokenValues
@@ -200,11 +195,9 @@ class Scorer:
         return estimator
 
     def _follow(self) -> None:
-        """Build anew where the model is not the one that scope and proofs are of.
-
-        Parameters may have been replaced, frozen or released, adapters switched. Under ``pin`` a
-        change of a mere setting waits for the next version, as one of weights does.
-        """
+        """Build the estimator anew where scope and proofs are of another state of the model."""
+        # Parameters may have been replaced, frozen or released, adapters switched. Under ``pin`` a
+        # change of a mere setting waits for the next version, as one of weights does.
         model = self.adapter.model
         if self.scored.sharding is not None:  # weights come and go with each layer that runs
             return
@@ -218,11 +211,9 @@ class Scorer:
         self.estimator = estimator
 
     def _settle(self) -> None:
-        """Learn of the forwards that M was built by which attributes a forward writes to itself.
-
-        A number that a module notes at each pass is no setting, and would have M built at each.
-        What a first forward makes is one from here on.
-        """
+        """Note which attributes the forwards that M was built by have written to."""
+        # A number that a module notes at each pass is no setting, and would have M built at each.
+        # What a first forward makes is one from here on.
         before, self._stamps = self._stamps, None
         if before is None or self.estimator.cache.pinned is not None:
             return
@@ -311,8 +302,6 @@ class Scorer:
             # proofs, and what is kept may be contracted.
             return estimator.inputs.direction() if direction is None else direction
 
-    # --- what changes over a run -----------------------------------------------------------------
-
     def refresh(self) -> None:
         """Drop G, V and a walk; the next use builds them anew, as a new scorer would."""
         self._require_outside("refresh")
@@ -340,13 +329,10 @@ class Scorer:
     def pin(self, version: object | None) -> None:
         """Let ``version`` decide when G and V are stale: they are rebuilt when it changes.
 
-        This is for keeping a direction over several steps, for weights in shards, and for weights
-        that are known not to change, which then need not be read to see it. None returns to
-        rebuilding whenever something has changed.
+        For a direction that serves several steps, for weights in shards, and for weights that do
+        not change, which then are not read. None: they are rebuilt whenever something has changed.
         """
         self.estimator.cache.pin(version)
-
-    # --- values --------------------------------------------------------------------------------
 
     def score(
         self,
@@ -359,13 +345,17 @@ class Scorer:
         """Value every response token of ``batch`` with a forward of its own (dropout off).
 
         Args:
-            batch: ``input_ids``, ``labels`` and whatever else the model's forward takes.
+            batch: ``input_ids`` (b, t), unshifted ``labels`` (b, t) with -100 for what is not
+                valued, and whatever else the model's forward takes.
             token_weights: as in ``Observed.values``.
             step_weights: as in ``Observed.values``.
             components: as in ``Observed.values``.
 
         Returns:
-            ``TokenValues``; index i of each tensor is the value of predicting token i.
+            Values in the shape (b, t) of ``labels``; index i is the value of predicting token i.
+
+        Raises:
+            InputError, NumericalError, ModelError, CoverageError, UnsupportedError: see the class.
         """
         with float16_named(self.adapter.model), self._lock():
             self._require_outside("score")
@@ -401,12 +391,7 @@ class Scorer:
         with lock:  # proofs and walks move the weights
             direction = self.estimator.prepare()
             self._settle()
-        self_only = self.config.estimator in SPLIT
-        scope, sharding = self.scored.scope, self.scored.sharding
-        with (
-            watch_head(self.adapter),
-            record(self.adapter, scope, attention=self_only, sharding=sharding) as recorder,
-        ):
+        with watch_head(self.adapter), self.estimator.proofs.recording() as recorder:
             observed = Observed(self.estimator, direction, recorder, lock)
             self._observing = True
             try:
@@ -416,7 +401,6 @@ class Scorer:
                 observed.close()
 
     def _require_outside(self, method: str) -> None:
-        """Raise inside ``observe``, whose pass a forward of the scorer's own would replace."""
         if self._observing:
             raise ModelError(
                 f"{method}() was called inside observe()",
@@ -425,7 +409,6 @@ class Scorer:
             )
 
     def _require_uncompiled(self) -> None:
-        """Raise where the user's forward is compiled code, which calls none of our hooks."""
         wrapped = is_wrapper(self.arguments.model)
         if wrapped or (self.config.captured and is_compiled(self.adapter.model)):
             raise UnsupportedError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from alphatoken.errors import ConfigError
@@ -27,24 +28,24 @@ _SPLIT = ("adaptation_direct", "adaptation_causal", "stability_direct", "stabili
 
 @dataclass(frozen=True, repr=False)
 class TokenValues:
-    """Values of response tokens; index i of every (b, t) tensor is the value of predicting token i.
+    """Values of response tokens, b rows of t tokens; index i is the value of predicting token i.
 
     Positive: training on the token lowers the composite validation objective, to first order.
     Unit: validation loss times training loss per squared weight unit; within one batch the scale is
     common. Of "walk" it is nats of training loss, and positive says that the loss falls along the
     walk. Tensors are float32 or wider, and 0 where ``mask`` is False. What the options leave
-    out (a side by ``objective``, a part by ``part``) is not computed, and is zero. If the scorer is
-    asked for the total only (``components=False``), every component is None and ``balance`` empty.
+    out (a side by ``objective``, a part by ``part``) is zero. With ``components=False`` every
+    component is None and ``balance`` empty.
 
     Attributes:
-        total: ``adaptation + lambda * stability``, up to rounding.
-        mask: True at response tokens.
-        adaptation: inner product with the validation gradient G; or None, see above.
-        stability: inner product with the retention term V, before lambda; likewise.
-        adaptation_direct: direct part; None also where the estimator has no split (label, path).
-        adaptation_causal: causal part, likewise.
-        stability_direct: direct part, likewise.
-        stability_causal: causal part, likewise.
+        total: (b, t) ``adaptation + lambda * stability``, up to rounding.
+        mask: (b, t) True at response tokens.
+        adaptation: (b, t) inner product with the validation gradient G; or None, see above.
+        stability: (b, t) inner product with the retention term V, before lambda; likewise.
+        adaptation_direct: (b, t) direct part; None also without a split (label, path).
+        adaptation_causal: (b, t) causal part, likewise.
+        stability_direct: (b, t) direct part, likewise.
+        stability_causal: (b, t) causal part, likewise.
         unassigned: (b,) total of the columns that belong to no response token (prompt positions);
             ``total.sum() + unassigned.sum()`` is the inner product of the whole gradient with M,
             exactly so for path.
@@ -63,20 +64,20 @@ class TokenValues:
         error_age: batches since the truncation in ``error`` was measured; 0 on this one.
     """
 
-    total: Tensor
-    mask: Tensor
-    adaptation: Tensor | None
-    stability: Tensor | None
-    adaptation_direct: Tensor | None
-    adaptation_causal: Tensor | None
-    stability_direct: Tensor | None
-    stability_causal: Tensor | None
-    unassigned: Tensor
+    total: Float[Tensor, "b t"]
+    mask: Bool[Tensor, "b t"]
+    adaptation: Float[Tensor, "b t"] | None
+    stability: Float[Tensor, "b t"] | None
+    adaptation_direct: Float[Tensor, "b t"] | None
+    adaptation_causal: Float[Tensor, "b t"] | None
+    stability_direct: Float[Tensor, "b t"] | None
+    stability_causal: Float[Tensor, "b t"] | None
+    unassigned: Float[Tensor, " b"]
     estimator: str
     stability_weight: float
     balance: dict[str, float] = field(default_factory=dict, repr=False)
-    parts: Tensor | None = field(default=None, repr=False)
-    part_shares: Tensor | None = field(default=None, repr=False)
+    parts: Float[Tensor, "b t h"] | None = field(default=None, repr=False)
+    part_shares: Float[Tensor, " h"] | None = field(default=None, repr=False)
     derivative: str | None = None
     error: float = 0.0
     error_age: int = 0
@@ -106,13 +107,9 @@ class TokenValues:
         return f"TokenValues({size}: {numbers} below zero{'; ' + parts if parts else ''})"
 
     def components(self) -> dict[str, Tensor]:
-        """The components that this estimator has, as they enter the total (lambda applied).
-
-        Empty where they were not asked for.
-        """
+        """The components (b, t) of the total, lambda applied; empty without ``components``."""
         components = {name: getattr(self, name) for name in (*_SPLIT, *_WHOLE)}
-        # Both sets sum to the total, so only one of them may be given: the finer where there is
-        # one.
+        # Both sets sum to the total, so only one of them is returned: the finer where there is one.
         names = _WHOLE if all(components[name] is None for name in _SPLIT) else _SPLIT
         parts = {name: components[name] for name in names if components[name] is not None}
         weight = self.stability_weight
@@ -127,7 +124,7 @@ class TokenValues:
         rounding, with the same P.
 
         Raises:
-            ConfigError: the scorer was not asked for the parts (``standard_errors=True``).
+            ConfigError: the scorer's config has no ``standard_errors=True``.
 
         Oracle: scorers of one batch each.
         """
@@ -154,7 +151,7 @@ class TokenValues:
         is left out.
 
         Raises:
-            ConfigError: the scorer was not asked for standard errors.
+            ConfigError: as ``by_batch``.
 
         Source: ours (the jackknife is Quenouille's and Tukey's). Oracle:
         ``alphatoken.oracle.gradients.standard_errors``.
@@ -174,14 +171,10 @@ class TokenValues:
 
 
 def derivative_text(derivative: str, error: float) -> str:
-    """Words for the way in which label values were differentiated, with their estimated error.
+    """Words for ``derivative`` and ``error`` of :class:`TokenValues`.
 
     >>> derivative_text("central", 4.2e-4), derivative_text("forward_mode", 0.0)
     ('central differences, error 4e-04', 'forward mode')
-
-    Args:
-        derivative: of :class:`TokenValues`.
-        error: likewise, relative to the norm of the values.
     """
     if derivative == "forward_mode":
         return "forward mode"
@@ -189,10 +182,9 @@ def derivative_text(derivative: str, error: float) -> str:
 
 
 def derivative_notes(errors: Mapping[str, float]) -> list[str]:
-    """A sentence for each way in which label values of a whole run were differentiated.
+    """A sentence for each way in which label values of a run were differentiated.
 
-    Args:
-        errors: way -> its largest error.
+    ``errors`` has the largest error of each way.
     """
     return [
         f"Label values were taken by {derivative_text(way, error)}"

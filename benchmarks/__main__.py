@@ -15,8 +15,8 @@ from benchmarks.frontier import page as frontier
 from benchmarks.gpu import page as gpu
 from benchmarks.pages import DOCS, Writer, filled
 from benchmarks.paper import page as paper
-from benchmarks.peers import page as peers
-from benchmarks.selection import page as selection
+from benchmarks.peers import cases as peers
+from benchmarks.selection import report as selection
 from benchmarks.standings import page as standings
 from benchmarks.targets import table_of_targets
 

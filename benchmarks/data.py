@@ -38,10 +38,10 @@ def read(name: str) -> list[Row]:
 
 def cut(rows: Sequence[Row], **sizes: int | None) -> dict[str, list[Row]]:
     """Parts one after the other; None takes what is left."""
-    found, at = {}, 0
+    parts, at = {}, 0
     for name, size in sizes.items():
         end = len(rows) if size is None else at + size
         if end > len(rows):
             raise RuntimeError(f"{name}: {size} rows are asked for, {len(rows) - at} are left")
-        found[name], at = list(rows[at:end]), end
-    return found
+        parts[name], at = list(rows[at:end]), end
+    return parts

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from benchmarks.machine import timed
 
 
 @dataclass(frozen=True)
@@ -105,3 +104,18 @@ def spread(values: list[float]) -> dict[str, float]:
         return {"low": values[0], "high": values[0]}
     quartiles = statistics.quantiles(values, n=4, method="inclusive")
     return {"low": quartiles[0], "high": quartiles[2]}
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of one call; on an accelerator the clock waits for it."""
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - start
+
+
+def wait() -> None:
+    """Until the accelerator has done what it was given."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -50,9 +50,9 @@ def number(value: float | None, digits: int = 2, sign: str = "") -> str:
     return "–" if value is None else f"{value:{sign}.{digits}f}"
 
 
-def span(found: Sequence[float], digits: int = 2, sign: str = "") -> str:
+def span(interval: Sequence[float], digits: int = 2, sign: str = "") -> str:
     """A value and the ends of its interval."""
-    value, low, high = (number(x, digits, sign) for x in found)
+    value, low, high = (number(x, digits, sign) for x in interval)
     return f"{value} [{low}, {high}]"
 
 
@@ -60,5 +60,5 @@ def load(path: Path) -> dict[str, Any]:
     """What a JSON file holds; nothing where there is no file."""
     if not path.is_file():
         return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content

@@ -1,7 +1,7 @@
 """What values cost, in training steps: one table, from what the frontier and the targets measured.
 
 ``docs/prices.json`` holds its numbers for ``docs/numbers.toml``, so that every page states the same
-price. FLOPs are those of ``benchmarks.frontier.price``, whose step forms the head where a loss
+price. FLOPs are those of ``benchmarks.frontier.settings``, whose step forms the head where a loss
 reads it. The other columns are against the step as PyTorch runs it, with logits at all positions.
 """
 
@@ -109,14 +109,14 @@ def table_of_prices() -> str:
         (
             way.says,
             name,
-            number(found["flops"]),
-            number(found["flops_all_logits"]),
-            span((found["time"], found["low"], found["high"])),
-            number(found["gpu_time"]),
+            number(price["flops"]),
+            number(price["flops_all_logits"]),
+            span((price["time"], price["low"], price["high"])),
+            number(price["gpu_time"]),
         )
         for key, way in WAYS.items()
         for model, name in MODELS.items()
-        for found in (prices()[model][key],)
+        for price in (prices()[model][key],)
     ]
     return table(head, lines)
 

@@ -11,6 +11,8 @@ can lie below what the step's own head costs.
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,16 +24,18 @@ import torch
 from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
+from alphatoken.config import ESTIMATORS, FORMS
+from alphatoken.data import EncodeOptions, Row, collate, encode_rows
+from alphatoken.data.rows import Turn
 from alphatoken.demo import models
-from alphatoken.diagnose.cost import flops
-from alphatoken.estimate.names import ESTIMATORS, FORMS
+from alphatoken.diagnose.estimators import flops
 from benchmarks.cases import scoring_floor
 from benchmarks.floors import Shape
+from benchmarks.frontier.draws import FORMATS
 from benchmarks.measure import Run, compared, in_turn
-from benchmarks.peak import LAYERS, observed_step, plain_step
-from benchmarks.real_rows import batches, source
+from benchmarks.peak import LAYERS, fresh_mib, observed_step, plain_step, print_peak
 
-Row = dict[str, Any]
+Measured = dict[str, Any]
 
 SIZES = ((4, 160), (2, 512))
 """Rows and tokens of the batches."""
@@ -78,8 +82,8 @@ class Real:
         """The batch that is trained on, and the validation batch."""
         from transformers import AutoTokenizer
 
-        found = batches(AutoTokenizer.from_pretrained(self.folder), rows, length)
-        return [{name: x.to(device) for name, x in batch.items()} for batch in found]
+        both = batches(AutoTokenizer.from_pretrained(self.folder), rows, length)
+        return [{name: x.to(device) for name, x in batch.items()} for batch in both]
 
 
 SMOLLM2 = Real("smollm2", models.SMOLLM2.name, ESTIMATORS)
@@ -106,7 +110,7 @@ class Side:
     beside: str = ""
 
 
-def rows_of(run: Run, real: Real) -> Iterator[Row]:
+def rows_of(run: Run, real: Real) -> Iterator[Measured]:
     """All rows of one model; none where it is not here."""
     if not real.here():
         return
@@ -117,14 +121,14 @@ def rows_of(run: Run, real: Real) -> Iterator[Row]:
         yield from _of_batch(run, real, model, (rows, length), sides, run.pairs(2))
 
 
-def differences_of(run: Run, real: Real) -> Iterator[Row]:
+def differences_of(run: Run, real: Real) -> Iterator[Measured]:
     """Rows of label values over all parameters by forwards alone; none where it is not here."""
     if real.here():
         model = real.load(run.device)
         for size in QUICK if run.quick else SIZES:
-            found = _of_batch(run, real, model, size, _by_differences, run.pairs(6))
+            measured = _of_batch(run, real, model, size, _by_differences, run.pairs(6))
             # A forward is timed there too, and stands in its own row already.
-            yield from (row for row in found if not row["name"].endswith("_forward"))
+            yield from (row for row in measured if not row["name"].endswith("_forward"))
 
 
 def _of_batch(
@@ -134,7 +138,7 @@ def _of_batch(
     size: tuple[int, int],
     sides_of: Callable[..., Iterator[Side]],
     repeats: int,
-) -> Iterator[Row]:
+) -> Iterator[Measured]:
     batch, validation = real.batches(*size, run.device)
     sides = {
         "step": Side("step", "", partial(plain_step, model, batch), lambda shape: shape.step),
@@ -149,7 +153,9 @@ def _of_batch(
         counted[name] -= counted[inside]
         seconds[name] = [a - b for a, b in zip(seconds[name], seconds[inside], strict=True)]
     shape = Shape.of(model, *size)
-    responses, held = (int((x["labels"][:, 1:] != -100).sum()) for x in (batch, validation))
+    responses, validation_responses = (
+        int((x["labels"][:, 1:] != -100).sum()) for x in (batch, validation)
+    )
     text = f"{size[0]} x {size[1]} tokens of {source()}, {responses} of them response"
     for name, side in sides.items():
         if side.row != "step":
@@ -157,7 +163,9 @@ def _of_batch(
                 "name": f"{real.key}_{side.row}",
                 "size": f"{side.what}; {text}" if side.what else text,
                 **compared(seconds[name], seconds["step"]),
-                **_floors(side, shape, held if side.row == "validation" else responses),
+                **_floors(
+                    side, shape, validation_responses if side.row == "validation" else responses
+                ),
                 "flops": counted[name],
                 "flops_other": counted["step"],
                 "tokens": shape.tokens,
@@ -166,7 +174,7 @@ def _of_batch(
             }
 
 
-def _floors(side: Side, shape: Shape, responses: int) -> Row:
+def _floors(side: Side, shape: Shape, responses: int) -> Measured:
     """Over the step as it runs; the rows of ``observe`` have their target from it."""
     read = shape.with_responses(responses)
     floor = side.floor(shape if side.row == "forward" else read)
@@ -178,7 +186,7 @@ def _floors(side: Side, shape: Shape, responses: int) -> Row:
     return {"floor": floor, **({"target": 1.05 * floor} if side.row == "observe_k3" else {})}
 
 
-def _note(side: Side, counted: float) -> Row:
+def _note(side: Side, counted: float) -> Measured:
     said = f"FLOPs counted: {counted:.3f}x"
     if side.row == "first_use":
         said += "; Scorer made, proofs and values of the batch, G taken off"
@@ -277,3 +285,139 @@ def _observed(estimator: str, shape: Shape) -> float:
 def _gradient(shape: Shape) -> float:
     """G at K = 3."""
     return shape.forward + shape.backward(LAYERS, embeddings=False)
+
+
+def real_memory(run: Run) -> Iterator[dict[str, Any]]:
+    """Peak memory of fresh processes on real models: steps with values at K = 3, and without."""
+    for real in MODELS.values():
+        if not real.here():
+            continue
+        for index, size in enumerate(QUICK if run.quick else SIZES):
+            few = ("alphatoken", "label")
+            estimators = few if index or run.quick else real.estimators
+            plain = _peak(real, "step", size, run.device)
+            for what in (*estimators, "label_all"):
+                ours = _peak(real, what, size, run.device)
+                said = (
+                    "label over all parameters, scored"
+                    if what == "label_all"
+                    else (f"{what}, K={LAYERS}, observed")
+                )
+                yield {
+                    "name": f"{real.key}_peak_memory",
+                    "size": f"{said}; {size[0]} x {size[1]} tokens of {source()}",
+                    "ours": ours,
+                    "other": plain,
+                    "ratio": ours / plain,
+                    "floor": 1.0,
+                    "unit": "MiB",
+                    "note": "MiB of the whole process, G built in it, against a plain step's",
+                }
+            copy = _weights_mib(real)
+            for form in FORMS:
+                ours = _peak(real, form, size, run.device)
+                yield {
+                    "name": f"{real.key}_differences_peak",
+                    "size": f"label over all parameters, {form}; {size[0]} x {size[1]} tokens of "
+                    f"{source()}",
+                    "ours": ours,
+                    "other": plain,
+                    "ratio": ours / plain,
+                    "floor": 1.0,
+                    "target": (plain + copy) / plain,
+                    "unit": "MiB",
+                    "note": f"MiB, as the others; a copy of the weights is {copy:.0f}",
+                }
+
+
+def _weights_mib(real: Real) -> float:
+    """Of one float32 copy of all parameters, a tied one once."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(real.folder))
+    return sum(4 * p.numel() for p in model.parameters()) / 2**20
+
+
+def _peak(real: Real, what: str, size: tuple[int, int], device: torch.device) -> float:
+    """MiB of a fresh process."""
+    words = (real.key, what, *map(str, size))
+    return fresh_mib("benchmarks.real", *words, device=device)
+
+
+def work(real: Real, what: str, size: tuple[int, int], device: torch.device) -> None:
+    """Run ``what`` once."""
+    model = real.load(device)
+    batch, validation = real.batches(*size, device)
+    if what == "step":
+        plain_step(model, batch)
+    elif what == "label_all":
+        config = ScorerConfig("label", layers="all", parameters="all", derivative="forward_mode")
+        Scorer(model, validation, None, config).score(batch)
+    elif what in FORMS:
+        config = ScorerConfig("label", layers="all", parameters="all", derivative=what)
+        scorer = Scorer(model, validation, None, config)
+        if what == "central":
+            scorer.score(batch)
+        else:
+            observed_step(scorer, model, batch, components=True)
+    else:
+        scorer = Scorer(model, validation, None, ScorerConfig(estimator=what, layers=LAYERS))
+        observed_step(scorer, model, batch, components=True)
+
+
+def main() -> None:
+    """Do one thing and print the peak."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=list(MODELS))
+    parser.add_argument("what", choices=["step", *ESTIMATORS, "label_all", *FORMS])
+    parser.add_argument("rows", type=int)
+    parser.add_argument("length", type=int)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    real, size = MODELS[options.model], (options.rows, options.length)
+    work(real, options.what, size, options.device)
+    print_peak(options.device)
+
+
+# --- real rows, in the model's own tokens ---------------------------------------------------------
+
+
+def source() -> str:
+    """Where the rows come from: ``$ALPHATOKEN_DATA``, or the Python standard library."""
+    return "GSM8K" if os.environ.get("ALPHATOKEN_DATA") else "functions of the standard library"
+
+
+def batches(tokenizer: Any, rows: int, length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A batch of ``rows`` x ``length`` tokens without padding, and another one to value it against.
+
+    Each row is a conversation of as many problems and their solutions as it takes, in the plain
+    format; the solutions are its response.
+    """
+    options = EncodeOptions(max_length=length, chat_template=False, on_empty="skip")
+    # A few more than are needed: a long first problem may leave no room for its solution.
+    examples, _ = encode_rows(list(_conversations(4 * rows, length)), tokenizer, options)
+    examples = [example for example in examples if len(example.input_ids) == length]
+    if len(examples) < 2 * rows:
+        raise RuntimeError(f"{len(examples)} of {2 * rows} rows of real text have {length} tokens")
+    both = collate(examples[:rows]), collate(examples[rows : 2 * rows])
+    for batch in both:  # nothing is padded, and a mask of ones would only cost attention its kernel
+        del batch["attention_mask"]
+    return both
+
+
+def _conversations(count: int, length: int) -> Iterator[Row]:
+    """Rows joined until their text is long enough for ``length`` tokens of any tokenizer here."""
+    rows = iter(FORMATS["gsm8k" if os.environ.get("ALPHATOKEN_DATA") else "library"].rows())
+    for index in range(count):
+        turns: list[Turn] = []
+        # Fewer than eight characters a token: what is over is cut off.
+        while sum(len(turn.text) for turn in turns) < 8 * length:
+            turns += next(rows).turns
+        yield Row(index, f"conversation {index}", tuple(turns))
+
+
+if __name__ == "__main__":
+    main()

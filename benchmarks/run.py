@@ -12,21 +12,26 @@ writes the tables of the pages.
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import cases, exponent, peers, real
+from alphatoken.support.storage import write_text
+from benchmarks import cases, real
 from benchmarks.measure import Run, machine, quiet
-from benchmarks.real_peak import real_memory
-from benchmarks.results import HERE, finished, load, merged, remember, write
+from benchmarks.peers.cases import CASES as PEER_CASES
+from benchmarks.real import real_memory
+from benchmarks.targets import judged
 
 Row = dict[str, Any]
+HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,8 @@ def differences_gemma3(run: Run) -> Iterator[Row]:
 CASES = (
     Case(cases.projected_vs_gram, 0.7),
     Case(cases.label_vs_per_token, 0.3),
-    Case(exponent.time_exponent, 1.5),
-    Case(exponent.time_against_validation, 0.1),
+    Case(cases.time_exponent, 1.5),
+    Case(cases.time_against_validation, 0.1),
     Case(cases.label_vs_step, 1.6),
     Case(cases.score_overhead, 2.2),
     Case(cases.score_peak_memory, 1.3),
@@ -87,7 +92,7 @@ CASES = (
     Case(differences_smollm2, 6.0),
     Case(differences_gemma3, 10.0),
     Case(real_memory, 4.0),
-    *(Case(work, 1.5, target=False) for work in peers.CASES),
+    *(Case(work, 1.5, target=False) for work in PEER_CASES),
 )
 
 
@@ -98,7 +103,7 @@ def chosen(names: Sequence[str]) -> list[Case]:
 
 def measure(picked: Sequence[Case], run: Run, folder: Path) -> None:
     """Run the cases one after the other; after each, the results are whole."""
-    found, calm = machine(run.device), quiet()
+    machine_facts, calm = machine(run.device), quiet()
     begun, done, new = time.monotonic(), 0.0, list[Row]()
     whole = sum(case.minutes for case in picked)
     for index, case in enumerate(picked, 1):
@@ -113,12 +118,12 @@ def measure(picked: Sequence[Case], run: Run, folder: Path) -> None:
         )
         rows = []
         for row in case.work(run):
-            rows.append(finished(row, found, device=run.device.type))
+            rows.append(finished(row, machine_facts, device=run.device.type))
             print(_line(rows[-1]), flush=True)
         done += case.minutes
         new += rows
         write(folder / "results.json", merged(load(folder / "results.json"), rows))
-    remember(folder / "history.jsonl", found, calm, new)
+    remember(folder / "history.jsonl", machine_facts, calm, new)
 
 
 def _line(row: Row) -> str:
@@ -154,6 +159,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("# interrupted; finished cases are written", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+# --- the file of results ------------------------------------------------------------------------
+
+
+def load(path: Path) -> list[Row]:
+    """The rows of a file, none if there is none."""
+    if not path.exists():
+        return []
+    rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))
+    return rows
+
+
+def finished(row: Row, machine: Mapping[str, str], *, device: str = "cpu") -> Row:
+    """The row with target and machine."""
+    return {**judged(row), "machine": dict(machine), "device": device}
+
+
+def merged(old: list[Row], new: list[Row]) -> list[Row]:
+    """The old rows with those of a newly measured name, on its kind of device, replaced."""
+    measured = {(row["name"], row["device"]) for row in new}
+    return [row for row in old if (row["name"], row["device"]) not in measured] + new
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    """The rows as JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(rows, indent=1) + "\n")
+
+
+def remember(path: Path, machine: Mapping[str, str], quiet: bool, rows: Sequence[Row]) -> None:
+    """Add one run to the history: commit, machine, whether it was quiet, and the ratios."""
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    described = subprocess.run(git, capture_output=True, text=True, check=False)
+    line = {
+        "commit": described.stdout.strip() or None,
+        "machine": dict(machine),
+        "quiet": quiet,
+        "ratios": {f"{row['name']}: {row['size']}": round(row["ratio"], 4) for row in rows},
+    }
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

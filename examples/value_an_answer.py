@@ -26,7 +26,7 @@ from alphatoken import Scorer, ScorerConfig
 from alphatoken.data import EncodeOptions, Example, collate, encode_rows, token_texts
 from alphatoken.data.rows import row_of
 from alphatoken.demo.models import fetch_model
-from alphatoken.score.drawing import canvas, colour_of, save
+from alphatoken.score.page import canvas, colour_of, save
 
 TARGET = (
     ("A baker fills 6 trays with 8 rolls each and sells 30 rolls. How many rolls are left?",

@@ -32,9 +32,9 @@ _SPEC = importlib.util.find_spec("alphatoken")
 assert _SPEC is not None
 # Not train/: its configurations inherit TRL's annotations, which TRL does not keep.
 _CHECKED = [
-    f"alphatoken.{found.name}"
-    for found in pkgutil.iter_modules(_SPEC.submodule_search_locations)
-    if found.name != "train"
+    f"alphatoken.{module.name}"
+    for module in pkgutil.iter_modules(_SPEC.submodule_search_locations)
+    if module.name != "train"
 ]
 if importlib.util.find_spec("beartype") is not None:
     shapes.install(_CHECKED)

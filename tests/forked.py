@@ -11,7 +11,7 @@ import multiprocessing
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
-        "alphatoken.cli.training_data", "alphatoken.train.sft", "alphatoken.train.dpo",
+        "alphatoken.cli.training_rows", "alphatoken.train.sft", "alphatoken.train.dpo",
         "alphatoken_lab.paper.figures", "alphatoken_lab.runner.cell",
         "alphatoken_lab.measure.pair_watch", "deepspeed", "matplotlib", "peft",
         "tests.integration.distributed.trainers", "tests.integration.killed_run",

@@ -32,6 +32,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.integration import tiny_training as tiny
+from tests.rows import jsonl
+
 Entries = dict[str, dict[str, Any]]
 Numbers = Iterator[tuple[str, object]]
 Case = Callable[[Path], Numbers]
@@ -110,15 +113,6 @@ def observed_values(scorer: Any, model: nn.Module, batch: Mapping[str, Tensor], 
         return observed.values(logits, batch["labels"], **more)
 
 
-def numbers_of_certificate(certificate: Any) -> dict[str, object]:
-    """Errors and tolerances of a certificate, and the numbers that it compared last."""
-    errors: dict[str, object] = {
-        check.component: [check.error, check.tolerance, check.actual, check.expected]
-        for check in certificate.checks
-    }
-    return {**errors, "tokens": certificate.tokens, "stated_error": certificate.stated_error}
-
-
 def fitted_fisher(model: nn.Module, structure: str = "diagonal", **more: Any) -> Any:
     """A Fisher by a few sampled responses."""
     from alphatoken import fit_fisher
@@ -148,79 +142,6 @@ def preference_batch(model: nn.Module, normalization: str = "tokens") -> Any:
     )
 
 
-def policy_weights(name: str, mode: str) -> Tensor:
-    """Weights of a policy on a batch whose log-probabilities and columns are drawn."""
-    from alphatoken.train.policies import policy
-    from alphatoken.train.policy import PolicyBatch, PolicySettings
-
-    chosen = policy(name, PolicySettings(mode=mode, keep_ratio=0.4, seed=1))
-    batch = padded(encoded(6, seed=31))
-    mask = batch["labels"] != -100
-    generator = torch.Generator().manual_seed(2)
-
-    def drawn() -> Tensor:
-        return torch.where(mask, -torch.rand(mask.shape, generator=generator) * 4, 0.0)
-
-    entropies = {k: -drawn() for k in (3, 5, 10, 20)}
-    policy_batch = PolicyBatch(
-        inputs=batch,
-        labels=batch["labels"],
-        mask=mask,
-        log_probs=drawn(),
-        rank_groups=[slice(0, 3), slice(3, 6)],
-        reference=drawn(),
-        model=llama(),
-        columns={column: drawn() for column in chosen.needs.columns},
-        entropy=lambda k: entropies[k],
-        step=1,
-        generator=generator,
-    )
-    return chosen.weights(policy_batch)
-
-
-def masks_of(values: Any) -> Numbers:
-    """Each selection from values that come with standard errors."""
-    from alphatoken import response_values, select_bottom, select_random, select_top
-    from alphatoken.select.confidence import select_harmless
-
-    total, mask, errors = values.total, values.mask, values.standard_error()
-    for ratio in (0.3, 0.55, 1.0):
-        for scope in ("batch", "sequence"):
-            named = f"{ratio} of a {scope}"
-            generator = torch.Generator().manual_seed(4)
-            yield f"top {named}", select_top(total, mask, ratio, scope=scope)
-            yield f"bottom {named}", select_bottom(total, mask, ratio, scope=scope)
-            yield (
-                f"random {named}",
-                select_random(mask, ratio, generator=generator, scope=scope),
-            )
-    yield "responses", response_values(total, mask)
-    yield "harmless", select_harmless(total, errors, mask, parts=2, confidence=0.6)
-
-
-def losses_of(model: nn.Module) -> Numbers:
-    """Masked losses with their gradients at the head."""
-    from alphatoken import dpo_coefficient, masked_dpo_loss, masked_sft_loss, token_losses
-
-    batch, pair = padded(encoded(4, seed=1)), [padded(encoded(3, seed=seed)) for seed in (21, 22)]
-    generator = torch.Generator().manual_seed(6)
-    keeps = [torch.rand(b["labels"].shape, generator=generator) for b in (batch, *pair)]
-    for normalization in ("response", "kept", "sum"):
-        loss = masked_sft_loss(
-            logits_of(model, batch), batch["labels"], keeps[0], normalization=normalization
-        )
-        yield f"sft, {normalization}", loss
-    chosen, rejected = (token_losses(logits_of(model, b), b["labels"]) for b in pair)
-    loss = masked_dpo_loss(
-        chosen, rejected, -chosen.detach().sum(-1) - 0.5, -rejected.detach().sum(-1), *keeps[1:]
-    )
-    loss.backward()
-    yield "dpo", loss
-    yield "dpo, gradient", joined({n: p.grad for n, p in model.named_parameters()})
-    sums = [-chosen.sum(-1), -rejected.sum(-1)]
-    yield "dpo, omega", dpo_coefficient(*sums, sums[0] - 1, sums[1] + 1, beta=0.3)
-
-
 def run_command(name: str, options: Mapping[str, object], *flags: str) -> None:
     """Run a command of the command line; options that are lists are repeated."""
     from alphatoken.cli import main as command
@@ -232,14 +153,6 @@ def run_command(name: str, options: Mapping[str, object], *flags: str) -> None:
     status = command(words)
     if status:
         raise RuntimeError(f"exit status {status} of: alphatoken {' '.join(words)}")
-
-
-def trainer_kind(family: str) -> Any:
-    """The trainer of a family."""
-    from alphatoken import train
-
-    names = {"sft": "AlphaSFTTrainer", "dpo": "AlphaDPOTrainer", "plain": "AlphaTrainer"}
-    return getattr(train, names[family])
 
 
 TRAINER_OPTIONS: dict[str, Any] = {
@@ -266,13 +179,12 @@ def value_files(folder: Path) -> Numbers:
 
 # --- the world: tiny models, and texts of the standard library ------------------------------------
 
-SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
-VOCABULARY = {piece: i for i, piece in enumerate((*SPECIAL, *string.printable))}
-SIZES: dict[str, Any] = {
-    "vocab_size": len(VOCABULARY), "hidden_size": 32, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_hidden_layers": 3, "max_position_embeddings": 160,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+VOCABULARY = {piece: i for i, piece in enumerate((*tiny.SPECIAL, *string.printable))}
+OWN_SIZES = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 160}
+SIZES: dict[str, Any] = {**tiny.SIZES, **OWN_SIZES, "num_hidden_layers": 3}
+llama = partial(tiny.model, **OWN_SIZES)
+mixtral = partial(tiny.mixture, **OWN_SIZES)
+hybrid = partial(tiny.hybrid, **OWN_SIZES)
 
 
 def texts(count: int, seed: int = 0, prompt: int = 12, response: int = 16) -> list[dict[str, str]]:
@@ -329,24 +241,6 @@ def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return logits
 
 
-def llama(seed: int = 0, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    """A random Llama of three layers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48, **more))
-    return model.to(dtype)
-
-
-def mixtral(seed: int = 0) -> Any:
-    """A random Mixtral: four experts, two a token."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(seed)
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=24, **experts))
-
-
 def gemma(seed: int = 0) -> Any:
     """A random Gemma 3: norms of queries and keys, windows, tied embeddings."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -368,24 +262,11 @@ def gpt2(seed: int = 0) -> Any:
     return GPT2LMHeadModel(GPT2Config(**own, **{n: SIZES[n] for n in names}))
 
 
-def hybrid(seed: int = 0) -> Any:
-    """A random Qwen 3.5: gated delta nets in two of three layers."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    torch.manual_seed(seed)
-    own = {
-        "intermediate_size": 48, "head_dim": 8, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention"] * 2 + ["full_attention"],
-    }  # fmt: skip
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **own))
-
-
 def adapted(seed: int = 0) -> Any:
     """A Llama with LoRA whose B is not zero."""
     from peft import get_peft_model
 
-    model = get_peft_model(llama(seed), lora())
+    model = get_peft_model(llama(seed), tiny.lora())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -394,18 +275,10 @@ def adapted(seed: int = 0) -> Any:
     return model
 
 
-def lora() -> Any:
-    """Low-rank adapters on three kinds of linears."""
-    from peft import LoraConfig
-
-    targets = ["q_proj", "v_proj", "down_proj"]
-    return LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=targets)
-
-
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": llama, "mixtral": mixtral, "gemma": gemma, "gpt2": gpt2, "hybrid": hybrid,
-    "lora": adapted, "llama-float64": lambda: llama(dtype=torch.float64),
-    "llama-bfloat16": lambda: llama(dtype=torch.bfloat16),
+    "lora": adapted, "llama-float64": lambda: llama().double(),
+    "llama-bfloat16": lambda: llama().bfloat16(),
 }  # fmt: skip
 
 
@@ -414,16 +287,7 @@ UNVERIFIED = ("llama-bfloat16", "lora")
 
 def tokenizer() -> Any:
     """One token a character, with a chat template."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-        unk_token="<unk>",
-    )  # fmt: skip
+    fast = tiny.tokenizer(string.printable)
     fast.chat_template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>"
         "{% else %}<s>{{ m.content }}|{% endif %}{% endfor %}"
@@ -454,12 +318,6 @@ def stepped(model: nn.Module, batch: Mapping[str, Tensor], steps: int = 3) -> to
     return optimizer
 
 
-def written(path: Path, rows: Sequence[object]) -> Path:
-    """Rows as a file, one JSON object a line."""
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
-
-
 def chats(count: int, seed: int) -> list[dict[str, Any]]:
     """Conversations of one or two exchanges."""
     rows = texts(2 * count, seed)
@@ -483,10 +341,10 @@ def world_of_files(folder: Path) -> dict[str, Path]:
         model.save_pretrained(places[name])
         tokenizer().save_pretrained(places[name])
     for name, count, seed in (("train", 24, 41), ("validation", 8, 42), ("retention", 10, 43)):
-        places[name] = written(folder / f"{name}.jsonl", texts(count, seed))
-    places["chats"] = written(folder / "chats.jsonl", chats(12, 44))
-    places["pairs"] = written(folder / "pairs.jsonl", pairs(20, 45))
-    places["validation_pairs"] = written(folder / "validation_pairs.jsonl", pairs(6, 46))
+        places[name] = jsonl(folder / f"{name}.jsonl", texts(count, seed))
+    places["chats"] = jsonl(folder / "chats.jsonl", chats(12, 44))
+    places["pairs"] = jsonl(folder / "pairs.jsonl", pairs(20, 45))
+    places["validation_pairs"] = jsonl(folder / "validation_pairs.jsonl", pairs(6, 46))
     return places
 
 
@@ -505,7 +363,12 @@ def ways_of(scorer: Any, model: nn.Module, batch: Any, verify: int = 3) -> Numbe
     yield "observe", numbers_of_values(observed_values(scorer, model, batch))
     if verify:
         certificate = scorer.verify(batch, tokens=verify, progress=False)
-        yield "verify", numbers_of_certificate(certificate)
+        numbers: dict[str, object] = {
+            check.component: [check.error, check.tolerance, check.actual, check.expected]
+            for check in certificate.checks
+        }
+        own = {"tokens": certificate.tokens, "stated_error": certificate.stated_error}
+        yield "verify", numbers | own
 
 
 def under(name: str, numbers: Numbers) -> Numbers:
@@ -513,20 +376,16 @@ def under(name: str, numbers: Numbers) -> Numbers:
     return ((f"{name}/{key}", value) for key, value in numbers)
 
 
-def retentions(kind: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A model, and retention terms of it by name."""
-    model = MODELS[kind]()
-    terms = {"diagonal": fitted_fisher(model, layers=2)}
-    if kind not in ("mixtral", "hybrid"):
-        terms["kronecker"] = fitted_fisher(model, "kronecker", layers=2)
-    return moved(model), {**terms, "data": [padded(encoded(4, seed=3))]}
-
-
 def of_estimators(kind: str, verify: int, _: Path) -> Numbers:
     """Each estimator with its defaults, without retention and with each kind of it."""
-    model, terms = retentions(kind)
+    model, partly = MODELS[kind](), kind in ("mixtral", "hybrid")
+    terms = {"diagonal": fitted_fisher(model, layers=2)}
+    if not partly:
+        terms["kronecker"] = fitted_fisher(model, "kronecker", layers=2)
+    terms["data"] = [padded(encoded(4, seed=3))]
+    moved(model)
     batch, validation = batches()
-    skip = {"uncovered": "skip"} if kind in ("mixtral", "hybrid") else {}
+    skip = {"uncovered": "skip"} if partly else {}
     for estimator in ESTIMATORS:
         if estimator == "walk":  # no certificate, and nothing is retained along one
             walk = new_scorer(model, validation, {}, estimator="walk", walk_steps=3)
@@ -658,7 +517,7 @@ def of_batches(_: Path) -> Numbers:
             yield f"{estimator}, {door}", numbers_of_values(values)
         if estimator == "alphatoken":  # it refuses dropout in the attention
             continue
-        dropping = llama(attention_dropout=0.2).train()
+        dropping = llama(dropout=0.2).train()
         scorer = new_scorer(dropping, validation, {}, estimator=estimator, layers=2)
         torch.manual_seed(3)
         yield f"{estimator}, dropout", numbers_of_values(observed_values(scorer, dropping, batch))
@@ -750,14 +609,53 @@ else:
 # --- selection, policies, Fishers -----------------------------------------------------------------
 
 
-@case("select")
-def of_selection(_: Path) -> Numbers:
-    """Masks from values, and masked losses."""
+@case("select/masks")
+def of_masks(_: Path) -> Numbers:
+    """Each selection from values that come with standard errors."""
+    from alphatoken import response_values, select_bottom, select_random, select_top
+    from alphatoken.select.confidence import select_harmless
+
     model = llama()
     batch, validation = batches()
-    scorer = new_scorer(model, validation, {}, layers=2, standard_errors=True)
-    yield from under("masks", masks_of(scorer.score(batch)))
-    yield from under("losses", losses_of(model))
+    values = new_scorer(model, validation, {}, layers=2, standard_errors=True).score(batch)
+    total, mask, errors = values.total, values.mask, values.standard_error()
+    for ratio in (0.3, 0.55, 1.0):
+        for scope in ("batch", "sequence"):
+            named = f"{ratio} of a {scope}"
+            generator = torch.Generator().manual_seed(4)
+            yield f"top {named}", select_top(total, mask, ratio, scope=scope)
+            yield f"bottom {named}", select_bottom(total, mask, ratio, scope=scope)
+            yield (
+                f"random {named}",
+                select_random(mask, ratio, generator=generator, scope=scope),
+            )
+    yield "responses", response_values(total, mask)
+    yield "harmless", select_harmless(total, errors, mask, parts=2, confidence=0.6)
+
+
+@case("select/losses")
+def of_losses(_: Path) -> Numbers:
+    """Masked losses with their gradients at the head."""
+    from alphatoken import dpo_coefficient, masked_dpo_loss, masked_sft_loss, token_losses
+
+    model = llama()
+    batch, pair = padded(encoded(4, seed=1)), [padded(encoded(3, seed=seed)) for seed in (21, 22)]
+    generator = torch.Generator().manual_seed(6)
+    keeps = [torch.rand(b["labels"].shape, generator=generator) for b in (batch, *pair)]
+    for normalization in ("response", "kept", "sum"):
+        loss = masked_sft_loss(
+            logits_of(model, batch), batch["labels"], keeps[0], normalization=normalization
+        )
+        yield f"sft, {normalization}", loss
+    chosen, rejected = (token_losses(logits_of(model, b), b["labels"]) for b in pair)
+    loss = masked_dpo_loss(
+        chosen, rejected, -chosen.detach().sum(-1) - 0.5, -rejected.detach().sum(-1), *keeps[1:]
+    )
+    loss.backward()
+    yield "dpo", loss
+    yield "dpo, gradient", joined({n: p.grad for n, p in model.named_parameters()})
+    sums = [-chosen.sum(-1), -rejected.sum(-1)]
+    yield "dpo, omega", dpo_coefficient(*sums, sums[0] - 1, sums[1] + 1, beta=0.3)
 
 
 @case("fisher")
@@ -786,6 +684,36 @@ def of_parameters(tensors: Mapping[str, Any]) -> dict[str, object]:
     return joined(flat) if flat else {}
 
 
+def policy_weights(name: str, mode: str) -> Tensor:
+    """Weights of a policy on a batch whose log-probabilities and columns are drawn."""
+    from alphatoken.train.policies import policy
+    from alphatoken.train.policy import PolicyBatch, PolicySettings
+
+    chosen = policy(name, PolicySettings(mode=mode, keep_ratio=0.4, seed=1))
+    batch = padded(encoded(6, seed=31))
+    mask = batch["labels"] != -100
+    generator = torch.Generator().manual_seed(2)
+
+    def drawn() -> Tensor:
+        return torch.where(mask, -torch.rand(mask.shape, generator=generator) * 4, 0.0)
+
+    entropies = {k: -drawn() for k in (3, 5, 10, 20)}
+    policy_batch = PolicyBatch(
+        inputs=batch,
+        labels=batch["labels"],
+        mask=mask,
+        log_probs=drawn(),
+        rank_groups=[slice(0, 3), slice(3, 6)],
+        reference=drawn(),
+        model=llama(),
+        columns={column: drawn() for column in chosen.needs.columns},
+        entropy=lambda k: entropies[k],
+        step=1,
+        generator=generator,
+    )
+    return chosen.weights(policy_batch)
+
+
 @case("policies")
 def of_policies(_: Path) -> Numbers:
     """Weights of each policy that needs no pass over rows, in both modes."""
@@ -798,35 +726,30 @@ def of_policies(_: Path) -> Numbers:
 
 
 def new_trainer(family: str, folder: Path, **more: Any) -> Any:
-    """A trainer on a few rows; fields of its configuration are options, all else arguments."""
+    """A trainer on a few rows; a model or an adapter among the options is a function."""
     from datasets import Dataset
     from transformers import DataCollatorForSeq2Seq
 
-    kind = trainer_kind(family)
-    own = set(kind.CONFIG.__dataclass_fields__)
-    rows: Callable[..., Any] = {"sft": texts, "dpo": pairs, "plain": encoded}[family]
-    options = {
-        "output_dir": str(folder / "run"), "per_device_train_batch_size": 4, "max_steps": 3,
-        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1,
-        "save_strategy": "no", "report_to": [], "bf16": False, "use_cpu": True,
-        "disable_tqdm": True, "dataloader_pin_memory": False, "max_length": 64, "seed": 3,
-        **TRAINER_OPTIONS, **more,
+    from alphatoken import train
+
+    kinds = {
+        "sft": (train.AlphaSFTTrainer, texts), "dpo": (train.AlphaDPOTrainer, pairs),
+        "plain": (train.AlphaTrainer, encoded),
     }  # fmt: skip
-    arguments = {
-        "model": llama(), "train_dataset": Dataset.from_list(rows(16, seed=1)),
-        "validation_dataset": Dataset.from_list(rows(8, seed=2)), "processing_class": tokenizer(),
+    kind, rows = kinds[family]
+    arguments: dict[str, Any] = {
+        "max_steps": 3, **TRAINER_OPTIONS, "model": llama(), "processing_class": tokenizer(),
+        "train_dataset": Dataset.from_list(rows(16, seed=1)),
+        "validation_dataset": Dataset.from_list(rows(8, seed=2)),
     }  # fmt: skip
     if family == "plain":
-        del options["max_length"]
         arguments["data_collator"] = DataCollatorForSeq2Seq(arguments["processing_class"])
     if family == "dpo":
         arguments["ref_model"] = llama(seed=1)
     if "retention" in more:
         arguments["retention_dataset"] = Dataset.from_list(rows(6, seed=3))
-    values = {name: value() if callable(value) else value for name, value in options.items()}
-    arguments |= {name: value for name, value in values.items() if name not in own}
-    args = kind.CONFIG(**{name: value for name, value in options.items() if name in own})
-    return kind(args=args, **arguments)
+    arguments |= {name: value() if callable(value) else value for name, value in more.items()}
+    return tiny.made(kind, folder / "run", **arguments)
 
 
 def outcome(trainer: Any) -> Numbers:
@@ -885,15 +808,15 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "frozen": {"preconditioner": "frozen", "precondition_after": 1},
         "full": {"preconditioner": "full", "precondition_after": 1},
         "packed": {"packing": True, "max_length": 64},
-        "lora": {"peft_config": lora, "learning_rate": 5e-2},
-        "lora, label": {"peft_config": lora, "estimator": "label", "parameters": "all"},
+        "lora": {"peft_config": tiny.lora, "learning_rate": 5e-2},
+        "lora, label": {"peft_config": tiny.lora, "estimator": "label", "parameters": "all"},
         "mixtral": {"model": mixtral, "uncovered": "skip"},
         "mixtral, experts": {
             "model": mixtral, "parameters": "linears,experts", "uncovered": "skip",
         },
-        "dropout": {"model": partial(llama, attention_dropout=0.1), "estimator": "path"},
+        "dropout": {"model": partial(llama, dropout=0.1), "estimator": "path"},
         "dropout, own forward": {
-            "model": partial(llama, attention_dropout=0.1), "scoring_forward": "own",
+            "model": partial(llama, dropout=0.1), "scoring_forward": "own",
         },
         "random": {"policy": "random"},
         "bottom": {"policy": "bottom"},
@@ -913,7 +836,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
             "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2,
             "keep_scope": "global",
         },
-        "lora": {"peft_config": lora, "learning_rate": 5e-2, "ref_model": None},
+        "lora": {"peft_config": tiny.lora, "learning_rate": 5e-2, "ref_model": None},
         "random": {"policy": "random"},
         "all": {"policy": "all"},
         **named_policies(PAIR_POLICIES),
@@ -998,7 +921,7 @@ def of_score(folder: Path) -> Numbers:
     """Value files and summaries of jobs on files."""
     places = world_of_files(folder)
     fisher = folder / "fisher.safetensors"
-    prompts = written(folder / "prompts.jsonl", texts(5, 47))
+    prompts = jsonl(folder / "prompts.jsonl", texts(5, 47))
     sizes: dict[str, object] = {"per_device_train_batch_size": 4, "shard_size": 8}
     run_command(
         "fisher",

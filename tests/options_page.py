@@ -11,7 +11,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from alphatoken.cli.options import default_of
+from alphatoken.cli.program import default_of
 from alphatoken.config import ScorerConfig
 from alphatoken.support.options import limits_of
 from alphatoken.train.fields import AlphaFields

@@ -23,12 +23,12 @@ def drawn_rows(
 ) -> list[Example]:
     """Rows of drawn tokens, (prompt, response) long; ids from 3 on, clear of special ones."""
     generator = np.random.default_rng(seed)
-    found = []
+    examples = []
     for index, (prompt, response) in enumerate(lengths):
         ids = generator.integers(least, vocabulary, prompt + response).tolist()
         labels = [-100] * prompt + ids[prompt:]
-        found.append(Example(Row(index, f"rows, line {index + 1}", ()), ids, labels))
-    return found
+        examples.append(Example(Row(index, f"rows, line {index + 1}", ()), ids, labels))
+    return examples
 
 
 def random_rows(
@@ -36,9 +36,9 @@ def random_rows(
 ) -> list[Example]:
     """Rows of random ids; all but the first ``prompt`` tokens are response."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    examples = []
     for number, length in enumerate(lengths):
         ids = torch.randint(1, vocabulary, (length,), generator=generator).tolist()
         labels = [-100] * prompt + ids[prompt:]
-        found.append(Example(Row(number, f"row {number}", ()), ids, labels))
-    return found
+        examples.append(Example(Row(number, f"row {number}", ()), ids, labels))
+    return examples

@@ -18,7 +18,7 @@ from pathlib import Path
 import alphatoken
 from alphatoken.cli import main
 
-seen = ["import", "help"]
+parts = ["import", "help"]
 place = Path(alphatoken.__file__).resolve().parent
 assert "site-packages" in place.parts, place
 assert version("alphatoken") == alphatoken.__version__
@@ -56,18 +56,18 @@ if find_spec("torch") and find_spec("transformers"):
     keep = select_top(values.total, values.mask, ratio=0.5)
     masked_sft_loss(model(**batch).logits, ids, keep).backward()
     assert scorer.verify(batch, tokens=2).passed
-    seen.append("scorer")
+    parts.append("scorer")
 
 if find_spec("jinja2"):
     from alphatoken.score.page import render_page
 
     assert "<html" in render_page("smoke", "seen", ())
-    seen.append("report")
-if find_spec("trl") and "scorer" in seen:
+    parts.append("report")
+if find_spec("trl") and "scorer" in parts:
     from alphatoken.train import AlphaSFTConfig
 
     assert AlphaSFTConfig("out").keep_ratio == 0.5
-    seen.append("train")
+    parts.append("train")
 
 if find_spec("alphatoken_lab"):
     import alphatoken_lab
@@ -76,6 +76,6 @@ if find_spec("alphatoken_lab"):
     with contextlib.redirect_stdout(io.StringIO()) as listed:
         assert importlib.import_module("alphatoken_lab.commands").main(["policies"]) == 0
     assert {"standard", "stm"} <= {line.split(" ")[0] for line in listed.getvalue().split("\n")}
-    seen.append("lab")
+    parts.append("lab")
 
-print(json.dumps({"python": sys.version.split()[0], "seen": seen, "place": str(place)}))
+print(json.dumps({"python": sys.version.split()[0], "seen": parts, "place": str(place)}))

@@ -12,9 +12,9 @@ from types import ModuleType
 
 def unhooked(name: str) -> ModuleType:
     """Load the source of ``name`` a second time, past the import hook of the tests."""
-    found = importlib.util.find_spec(name)
+    original = importlib.util.find_spec(name)
     spec = importlib.util.spec_from_file_location(
-        "unhooked_" + name.replace(".", "_"), found.origin
+        "unhooked_" + name.replace(".", "_"), original.origin
     )
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # dataclasses look their own module up

@@ -3,7 +3,7 @@
 The oracle builds scope, labels, G, V, P, lambda and M anew from what the user gave
 (``certificate.expected``). Every component of ``Scorer.score``, of its total alone and of
 ``Scorer.observe`` is then compared entry by entry, relative to that entry's own absolute terms, by
-one table of tolerances (``certificate.tolerances``). What is off is named: component, token, place.
+one table of tolerances. What is off is named: component, token, place.
 
 What an estimator approximates is certified to be what its definition says. How far that lies from
 the exact causal value is the diagnostic ``value-propagation``'s, how values rank ``estimators``'.
@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alphatoken.certificate.expected import SIDES, Entry, Expected, Oracle
-from alphatoken.certificate.localise import values_by_parameter
+from alphatoken.certificate.expected import SIDES, Entry, Expected
 from alphatoken.direction.algebra import Direction
 from alphatoken.errors import AlphaTokenError, InputError, UnsupportedError
+from alphatoken.estimate.captured import Captured, ColumnSums
+from alphatoken.estimate.estimator import Estimator
+from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model.batch import to_token_index
-from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.forward import evaluation_mode
 from alphatoken.oracle.composite import read_drift
 from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
@@ -59,7 +61,7 @@ def certify(
     if tokens < 1:
         raise InputError("tokens must be at least 1", got=repr(tokens))
     arguments = scorer.arguments
-    if not arguments.one_process:
+    if arguments.reduce is not None or arguments.sharding is not None:
         raise UnsupportedError(
             "a certificate needs whole weights and gradients in one process",
             got="a scorer with sharding=... or reduce=...",
@@ -79,11 +81,11 @@ def certify(
     by_way = _ways(scorer, batch, weights)
     if fisher_file is not None:
         arguments = replace(arguments, retention=read_drift(fisher_file))
-    oracle = Oracle(arguments, batch, **weights)
-    sampled = _sample(oracle.mask, tokens, seed)
+    expected = Expected(arguments, batch, **weights)
+    sampled = _sample(expected.mask, tokens, seed)
     count = int(sampled.sum())
     tracker = Tracker("Certificate", count, progress)
-    expected = oracle.expect(sampled, tracker)
+    expected.compute(sampled, tracker)
     tracker.report(count)
     row, tolerance = expected.arithmetic
     stated = max(values.error for values in by_way.values())
@@ -105,7 +107,7 @@ def certify(
         batch_tokens=int(expected.mask.sum()),
         arithmetic=row,
         seconds=time.monotonic() - start,
-        dtype=str(next(iter(oracle.scope.parameters.values())).dtype).removeprefix("torch."),
+        dtype=str(next(iter(expected.scope.parameters.values())).dtype).removeprefix("torch."),
         derivative=by_way["score"].derivative,
         stated_error=stated,
     )
@@ -267,3 +269,43 @@ def _named(check: Check, inside: Mapping[str, Mapping[str, Tensor]], expected: E
                 away[parameter] = away.get(parameter, 0.0) + float(difference.sum())
     worst = max(away, key=lambda name: away[name], default=None)
     return check if worst is None or away[worst] == 0 else replace(check, parameter=worst)
+
+
+def values_by_parameter(
+    estimator: Estimator[Any],
+    batch: Mapping[str, Any],
+    token_weights: Tensor | None,
+    step_weights: Tensor | None,
+) -> dict[str, dict[str, Tensor]]:
+    """The scorer's own values by component, lambda not applied, and by linear map: (b, t) each.
+
+    By position of use; for label by parameter and by token. These numbers decide nothing: they name
+    the place of a value that is off.
+    """
+    scored, adapter = estimator.scored, estimator.adapter
+    checked, token, step = estimator.read(batch, token_weights, step_weights)
+    direction = estimator.prepare(checked)
+    with estimator.forward(checked, token, step) as recording:
+        sides = estimator.at_step(recording, direction).sides(components=True)
+        present = {n: s for n, s in zip(("adaptation", "stability"), sides, strict=True) if s}
+        if not isinstance(estimator, Captured):
+            return {
+                name: {
+                    parameter: label_values(
+                        adapter, checked, {parameter: m}, first=scored.first or 0
+                    ).double().cpu()
+                    for parameter, m in side.items()
+                }
+                for name, side in present.items()
+            }  # fmt: skip
+        recorder, _ = recording.recorded
+        sums = ColumnSums(recorder, list(present.values()), scored.names)
+        estimator.errors(recording, sums.add)
+        by_place: dict[str, dict[str, Tensor]] = {}
+        for name, parts in zip(present, sums.by_use, strict=True):
+            for (part, index), value in parts.items():
+                linear = recorder.linears[index].linear.name
+                before = by_place.setdefault(f"{name}_{part}", {})
+                zero = torch.zeros(checked.labels.shape, dtype=torch.float64)
+                before[linear] = before.get(linear, zero) + value.detach().double().cpu()
+        return by_place

@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from alphatoken.certificate.tolerances import Narrowest, tolerance_of
 from alphatoken.direction.inputs import ScorerArguments
-from alphatoken.model.modes import evaluation_mode, kept_frequencies
+from alphatoken.model.forward import evaluation_mode, kept_frequencies
 from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter
-from alphatoken.oracle import composite, evaluate, readouts, scope
+from alphatoken.oracle import composite, readouts, scope
+from alphatoken.oracle.gradients import batch_mask
 from alphatoken.support.progress import Tracker
 
-__all__ = ["SIDES", "Entry", "Expected", "Oracle"]
+__all__ = ["SIDES", "TOLERANCES", "Entry", "Expected", "Narrowest", "tolerance_of"]
 
 SIDES = ("adaptation", "stability")
 Matrices = dict[str, Tensor]
@@ -36,6 +38,46 @@ _NOT_INPUTS = frozenset(
     )
 )  # fmt: skip
 """Keys of a trainer's batch that shape a loss, or the output's form, and no logits."""
+
+TOLERANCES: dict[str, float] = {
+    "float64": 1e-10,  # right code: 1e-13 on drawn decoders that are float64 throughout
+    "float64 over float32": 1e-6,  # 1.6e-7
+    "float32": 5e-5,  # 1.3e-6; 3.5e-6 on SmolLM2-135M
+    "float16": 5e-3,  # 1.4e-3; 2.3e-3 under label through a mixture of experts
+    "bfloat16": 2.2e-2,  # 2.0e-2, Phi-3's causal part; the oracle's own two direct parts 1.4e-2
+}
+"""Error of right code, relative to the sum of the absolute terms of what is compared, by the dtype
+of the weights; "float64 over float32" where a float64 model rounds to float32
+inside, as the norms and rotary tables of transformers do. Beside each the worst error of right code
+that was measured, on some fourteen tiny architectures with three draws and six estimators each. A
+router that flips between two forwards in bfloat16 is beyond all tolerance, and is meant to be."""
+
+_WIDTH = {torch.float64: 3, torch.float32: 2, torch.float16: 1, torch.bfloat16: 0}
+
+
+class Narrowest(TorchDispatchMode):
+    """Sees every operation inside the context; ``dtype`` is the narrowest float that came out."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = torch.float64
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and look at its results."""
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.dtype in _WIDTH and leaf.dim() > 0:
+                self.dtype = min(self.dtype, leaf.dtype, key=lambda dtype: _WIDTH[dtype])
+        return out
+
+
+def tolerance_of(weights: torch.dtype, inside: torch.dtype) -> tuple[str, float]:
+    """(row, tolerance) for a model of these weights whose forward rounds to ``inside``."""
+    narrow = min(weights, inside, key=lambda dtype: _WIDTH.get(dtype, 0))
+    row = str(narrow).removeprefix("torch.")
+    if weights == torch.float64 and narrow == torch.float32:
+        row = "float64 over float32"
+    return row, TOLERANCES.get(row, TOLERANCES["bfloat16"])
 
 
 @dataclass(frozen=True)
@@ -53,14 +95,14 @@ class Entry:
         return cls(value, scale, dict(zip(names, by, strict=True)))
 
     @classmethod
-    def of(cls, parts: readouts.Parts, shape: torch.Size) -> Entry:
+    def of(cls, parts: Mapping[str, tuple[Tensor, Tensor]], shape: torch.Size) -> Entry:
         """The sum of the linear maps' contributions."""
         whole = cls.zero(shape, ())
         value, scale = whole.value, whole.scale
-        for name in parts.value:
-            value = value + parts.value[name].cpu()
-            scale = scale + parts.scale[name].cpu()
-        return cls(value, scale, {n: v.detach().cpu() for n, v in parts.value.items()})
+        for part, size in parts.values():
+            value = value + part.cpu()
+            scale = scale + size.cpu()
+        return cls(value, scale, {n: v.detach().cpu() for n, (v, _) in parts.items()})
 
     def __add__(self, other: Entry) -> Entry:
         names = {*self.by, *other.by}
@@ -87,54 +129,45 @@ def loosened(entries: Entries, more: Entries) -> Entries:
     return {n: Entry(e.value, e.scale + more[n].scale, e.by) for n, e in entries.items()}
 
 
-@dataclass(frozen=True)
 class Expected:
     """The oracle's answer to one scorer.
-
-    Attributes:
-        mask: response tokens (b, t).
-        compared: tokens that are compared, (b, t).
-        components: name (as in ``TokenValues``) -> entry by token; None where it must be None.
-        unassigned: by row.
-        direction: P o G and P o V, by side.
-        names: parameter name -> all its names.
-        arithmetic: row of the table of tolerances, and the tolerance.
-        sums: name -> (value, scale) of a component's sum over all tokens.
-        own_error: largest difference of the two oracles of the direct part.
-        attention_error: of the recomputed attention from the model's own kernel.
-    """
-
-    mask: Tensor
-    compared: Tensor
-    components: dict[str, Entry | None]
-    unassigned: Entry
-    direction: dict[str, Matrices]
-    names: dict[str, list[str]]
-    arithmetic: tuple[str, float]
-    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    own_error: float = 0.0
-    attention_error: float = 0.0
-
-
-@dataclass
-class Oracle:
-    """Everything that ``Expected`` is computed from.
 
     Args:
         arguments: the scorer's, as its user handed them over.
         batch: labelled, as the user has it.
         token_weights: (b, t) factors on token losses, or None.
         step_weights: (b, t) derivative of the step's loss by each token loss, or None.
+
+    Attributes:
+        mask: response tokens (b, t).
+        names: parameter name -> all its names.
+        scope: the oracle's own.
+
+    Attributes after ``compute``:
+        compared: tokens that are compared, (b, t).
+        components: name (as in ``TokenValues``) -> entry by token; None where it must be None.
+        unassigned: by row.
+        direction: P o G and P o V, by side.
+        sums: name -> (value, scale) of a component's sum over all tokens.
+        own_error: largest difference of the two oracles of the direct part.
+        attention_error: of the recomputed attention from the model's own kernel.
     """
 
-    arguments: ScorerArguments
-    batch: Mapping[str, Any]
-    token_weights: Tensor | None
-    step_weights: Tensor | None
+    compared: Tensor
+    components: dict[str, Entry | None]
+    unassigned: Entry
+    direction: dict[str, Matrices]
 
-    def __post_init__(self) -> None:
-        """Find the scope."""
-        arguments, config = self.arguments, self.arguments.config
+    def __init__(
+        self,
+        arguments: ScorerArguments,
+        batch: Mapping[str, Any],
+        token_weights: Tensor | None,
+        step_weights: Tensor | None,
+    ) -> None:
+        self.arguments, self.batch = arguments, batch
+        self.token_weights, self.step_weights = token_weights, step_weights
+        config = arguments.config
         self.model = scope.bare_model(arguments.model)
         if arguments.adapter is not None:
             self.model = arguments.adapter.model
@@ -150,8 +183,10 @@ class Oracle:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         self.names = {n: names[id(p)] for n, p in self.scope.parameters.items()}
-        self.mask = evaluate.batch_mask(self.batch)
+        self.mask = batch_mask(batch)
         self.inside = Narrowest()
+        self.sums: dict[str, tuple[float, float]] = {}
+        self.own_error = self.attention_error = 0.0
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
         """Logits of the untouched model."""
@@ -166,9 +201,7 @@ class Oracle:
         assert isinstance(logits, Tensor)
         return logits
 
-    # --- M -------------------------------------------------------------------------------------
-
-    def direction(self) -> dict[str, Matrices]:
+    def _gradients_of_sides(self) -> dict[str, Matrices]:
         """``G`` and ``V``, before P."""
         arguments, gradients = self.arguments, dict[str, Matrices]()
         if arguments.config.objective != "stability":
@@ -186,7 +219,7 @@ class Oracle:
         listed = [items] if isinstance(items, (Mapping, composite.Pairs)) else items
         return composite.objective_gradient(self.forward, listed, self.scope.parameters)
 
-    def scale(self) -> Matrices:
+    def _scale(self) -> Matrices:
         """P; where it is missing, 1."""
         config, parameters = self.arguments.config, self.scope.parameters
         kind = config.preconditioner
@@ -221,21 +254,22 @@ class Oracle:
             return composite.damped_directions(factors, side, damping, self.names.__getitem__)
         return {n: m * p[n] if n in p else m for n, m in side.items()}
 
-    # --- values --------------------------------------------------------------------------------
-
-    def expect(self, sampled: Tensor, tracker: Tracker) -> Expected:
-        """The values of the batch; ``sampled`` (b, t) tokens are sent back one by one."""
+    def compute(self, sampled: Tensor, tracker: Tracker) -> None:
+        """Compute the values of the batch; ``sampled`` (b, t) tokens are sent back one by one."""
         self._sampled, self._tracker = sampled, tracker
         captured, hooked = self.arguments.config.estimator != "label", self.scope
         if not captured:  # rows of Psi need no linears to hook
-            hooked = replace(self.scope, blocks=(), linears=(), mixtures=())
+            hooked = replace(self.scope, blocks=(), linears=(), mixtures={})
         with only_trainable(self.model, self.scope.parameters), evaluation_mode(self.model):
-            sides = self.direction()
+            sides = self._gradients_of_sides()
             with readouts.traced(hooked, self._shape) as trace, self.inside:
                 self.losses, self.places = composite.losses_of(self.forward, self.batch)
-            p = self.scale()
-            self.sides = {side: self._preconditioned(m, p) for side, m in sides.items()}
-            return self._columns(trace) if captured else self._rows()
+            p = self._scale()
+            self.direction = {side: self._preconditioned(m, p) for side, m in sides.items()}
+            if captured:
+                self._columns(trace)
+            else:
+                self._rows()
 
     @property
     def _shape(self) -> torch.Size:
@@ -266,15 +300,15 @@ class Oracle:
         unsure = (-torch.expm1(-self.losses.detach().double())).clamp(min=eps)
         return 8 * eps / self.arithmetic[1] / unsure
 
-    def _rows(self) -> Expected:
+    def _rows(self) -> None:
         """Label values: ``<grad l_k, M>``, one backward a token; and their sum by one more."""
         weighted, conditions = self._weights * self.losses, 1 + self._conditions()
 
         def along(loss: Tensor) -> dict[str, dict[str, tuple[float, float]]]:
             gradients = self._gradients(loss)
-            return {side: _inner(gradients, m) for side, m in self.sides.items()}
+            return {side: _inner(gradients, m) for side, m in self.direction.items()}
 
-        entries = {side: Entry.zero(self._shape, m) for side, m in self.sides.items()}
+        entries = {side: Entry.zero(self._shape, m) for side, m in self.direction.items()}
         for n, row, token in self._one_after_another():
             for side, parts in along(weighted[n]).items():
                 entry = entries[side]
@@ -282,20 +316,20 @@ class Oracle:
                     entry.by[name][row, token] = value
                     entry.value[row, token] += value
                     entry.scale[row, token] += size * float(conditions[n])
-        sums = {}
         for side, parts in along(weighted.sum()).items():
             value, size = map(sum, zip(*parts.values(), strict=True))
-            sums[side] = (float(value), float(size))
-        return self._answer(entries, {}, {}, compared=self._sampled, sums=sums)
+            self.sums[side] = (float(value), float(size))
+        self.compared = self._sampled
+        self._assemble(entries, {}, {})
 
-    def _columns(self, trace: readouts.Trace) -> Expected:
+    def _columns(self, trace: readouts.Trace) -> None:
         """Direct and causal columns of every position; direct ones of some tokens one by one."""
         config, parameters = self.arguments.config, self.scope.parameters
         weights = self._weights
         rounding = (weights * self._conditions()).to(self.losses)
         by_id = {
             side: {id(parameters[n]): m for n, m in matrices.items()}
-            for side, matrices in self.sides.items()
+            for side, matrices in self.direction.items()
         }
 
         def read(
@@ -309,7 +343,6 @@ class Oracle:
             }
 
         none = {side: Entry.zero(self._shape, ()) for side in by_id}
-        own_error, attention_error = 0.0, 0.0
         if config.estimator == "path":
             direct, unsure = (
                 read(trace, self._errors(trace, (factors * self.losses).sum()))
@@ -328,7 +361,7 @@ class Oracle:
                 else None,
             ) as second:
                 again, _ = composite.losses_of(self.forward, self.batch)
-            attention_error = max((use.error for use in second.attentions), default=0.0)
+            self.attention_error = max((use.error for use in second.attentions), default=0.0)
             outputs = [use.output for use in second.attentions]
 
             def both(factors: Tensor) -> tuple[Entries, Entries]:
@@ -339,7 +372,7 @@ class Oracle:
             (direct, causal), (unsure, later) = both(weights), both(rounding)
             direct, causal = loosened(direct, unsure), loosened(causal, later)
             if split:
-                own_error = self._replace_sampled(direct, by_id, trace)
+                self.own_error = self._replace_sampled(direct, by_id, trace)
         direct = none if config.part == "causal" else direct
         causal = none if config.part == "direct" else causal
         one = {side: self._by_token(entry) for side, entry in direct.items()}
@@ -349,9 +382,8 @@ class Oracle:
             columns, assigned = direct[side] + causal[side], one[side].value + two[side].value
             left = columns.value.sum(-1) - assigned.sum(-1)
             rest[side] = Entry(left, columns.scale.sum(-1))
-        return self._answer(
-            one, two, rest, compared=self.mask, own_error=own_error, attention_error=attention_error
-        )
+        self.compared = self.mask
+        self._assemble(one, two, rest)
 
     def _causal(self, trace: readouts.Trace, heads: Sequence[Tensor | None], read: Any) -> Entries:
         """Causal columns, as the estimator defines them, from errors at the heads' outputs."""
@@ -427,8 +459,6 @@ class Oracle:
         ]
         return partial(getattr(self.adapter, name), modules)
 
-    # --- assembling ----------------------------------------------------------------------------
-
     def _by_token(self, entry: Entry) -> Entry:
         """Columns by position to values of the next token; 0 off the response."""
 
@@ -439,25 +469,18 @@ class Oracle:
 
         return entry.map(move)
 
-    def _answer(self, direct: Entries, causal: Entries, rest: Entries, **others: Any) -> Expected:
-        """Entries by token, and what no token has by row, put together."""
+    def _assemble(self, direct: Entries, causal: Entries, rest: Entries) -> None:
+        """Components from entries by token, and from what no token has by row."""
         split = self.arguments.config.estimator in _SPLIT
-        zero, components, sides = Entry.zero(self._shape, ()), dict[str, Entry | None](), Entries()
+        zero, sides = Entry.zero(self._shape, ()), Entries()
+        self.components = {}
         for side in SIDES:
             one, two = direct.get(side, zero), causal.get(side, zero)
-            components[side] = sides[side] = one + two
-            components[f"{side}_direct"] = one if split else None
-            components[f"{side}_causal"] = two if split else None
-        components["total"] = self._total(sides, zero)
-        return Expected(
-            mask=self.mask,
-            components=components,
-            unassigned=self._total(rest, Entry.zero(self._shape[:1], ())),
-            direction=self.sides,
-            names=self.names,
-            arithmetic=self.arithmetic,
-            **others,
-        )
+            self.components[side] = sides[side] = one + two
+            self.components[f"{side}_direct"] = one if split else None
+            self.components[f"{side}_causal"] = two if split else None
+        self.components["total"] = self._total(sides, zero)
+        self.unassigned = self._total(rest, Entry.zero(self._shape[:1], ()))
 
     def _total(self, sides: Entries, zero: Entry) -> Entry:
         """Adaptation + lambda stability."""

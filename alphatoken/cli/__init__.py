@@ -6,12 +6,12 @@ command is called: ``alphatoken --help`` needs neither torch nor transformers.
 - ``score``, ``fisher``: options in the module of that name, the work in ``alphatoken.score``,
   which reads and values rows, or in ``fisher_run``.
 - ``sft``, ``dpo``: ``training``, from ``arguments`` (TRL's convention) through ``training_rows``
-  and ``training_data`` to a trainer; ``recipes`` reads options from a file.
-- ``diagnose``: ``diagnose_options``, ``diagnose_subject``, ``diagnose_run``.
+  to a trainer; ``recipes`` reads options from a file.
+- ``diagnose``: ``diagnose_options``, ``diagnose_run``.
 
-Options are dataclasses. ``options`` makes the flags of them; ``alphatoken.score.options`` holds
-those that several commands share. Model, rows,
-files and output folder are called as in ``sft``; underscores and dashes in a flag are the same.
+Options are dataclasses. ``program`` makes the flags of them; ``alphatoken.score.options`` holds
+those that several commands share. Model, rows, files and output folder are called as in ``sft``;
+underscores and dashes in a flag are the same.
 
 Exit status: 0 done, 1 a file could not be written or read (disk full, no permission), 2 wrong
 arguments or input, 130 interrupted. An error is one line on stderr; ``--traceback`` shows where it

@@ -71,7 +71,6 @@ class _Parser(TrlParser):
 
 
 def _parser(command: str, training: Any) -> _Parser:
-    """The parser of one command; ``training`` is the trainer's configuration class."""
     kinds: Any = (RunArguments, DataArguments, training, ModelConfig)
     parser = _Parser(kinds, prog=f"alphatoken {command}", allow_abbrev=False)
     parser.add_argument(
@@ -122,7 +121,6 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
 
 
 def _named(words: Sequence[str]) -> set[str]:
-    """Options that the command line names."""
     return {w.split("=")[0].lstrip("-").replace("-", "_") for w in words if w[:2] == "--"}
 
 

@@ -11,12 +11,11 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from types import ModuleType
 from typing import Any
 
-from alphatoken.cli.options import CommandParser, add_option, add_options, kinds_of
+from alphatoken.cli.program import CommandParser, add_option, add_options, kinds_of
 from alphatoken.config import ValueOptions
-from alphatoken.diagnose.registry import DIAGNOSTICS, SIZES, Entry, find
+from alphatoken.diagnose import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.score.options import (
     BudgetOptions,
@@ -152,12 +151,11 @@ class DiagnoseOptions(
 
 def overview() -> str:
     """Text of ``alphatoken diagnose --help``; no diagnostic is loaded for it."""
-    width = max(len(entry.name) for entry in DIAGNOSTICS) + 2
+    questions = _questions(all="all of these, in one report")
     lines = [
         "How far can I trust the values on my own model? Each diagnostic answers one question:",
         "",
-        *(f"  {entry.name:{width}}{entry.question}" for entry in DIAGNOSTICS),
-        f"  {ALL:{width}}all of these, in one report",
+        *questions,
         "",
         "usage: alphatoken diagnose NAME --model_name_or_path PATH --train_file FILE",
         "           --validation_file FILE --output_dir DIR",
@@ -165,6 +163,13 @@ def overview() -> str:
         "       alphatoken diagnose NAME --help    what one of them writes, and its options",
     ]
     return "\n".join(lines)
+
+
+def _questions(**more: str) -> list[str]:
+    """A line for each diagnostic and its question, and for what else has a name."""
+    questions = {entry.name: entry.question for entry in DIAGNOSTICS} | more
+    width = max(map(len, questions)) + 2
+    return [f"  {name:{width}}{question}" for name, question in questions.items()]
 
 
 def entries_of(name: str) -> tuple[Entry, ...]:
@@ -228,15 +233,17 @@ def read_request(name: str, *words: str) -> Request:
     """
     entries = entries_of(name)
     modules = {entry.name: entry.load() for entry in entries}
-    said = vars(
-        build_parser(name, modules[name].Options if name in modules else None).parse_args(words)
-    )
-    shared = DiagnoseOptions(**{one.name: said[one.name] for one in fields(DiagnoseOptions)})
-    own = {key.removeprefix(_OWN): value for key, value in said.items() if key.startswith(_OWN)}
-    own_by_name = {} if name == ALL else {name: own}
-    options = {
-        key: _options(key, module, own_by_name.get(key, {})) for key, module in modules.items()
+    parser = build_parser(name, modules[name].Options if name in modules else None)
+    arguments = vars(parser.parse_args(words))
+    shared = DiagnoseOptions(**{one.name: arguments[one.name] for one in fields(DiagnoseOptions)})
+    own = {
+        key.removeprefix(_OWN): value for key, value in arguments.items() if key.startswith(_OWN)
     }
+    try:
+        # "all" has no options of one diagnostic: ``own`` is empty there.
+        options = {key: module.Options(**own) for key, module in modules.items()}
+    except AlphaTokenError as error:
+        raise ConfigError(f"an option of {name} has no meaning: {error}") from None
     command = shlex.join(["alphatoken", "diagnose", name, *words])
     fixed = {one for one in SIZES if getattr(shared, one) is not None}
     # Whoever draws them from the training rows must say how many; the budget may stop before.
@@ -276,13 +283,6 @@ _OWN = "own_"
 """Before the names of a diagnostic's own options, which may be called as one that all share."""
 
 
-def _options(name: str, module: ModuleType, arguments: Mapping[str, Any]) -> Any:
-    try:
-        return module.Options(**arguments)
-    except AlphaTokenError as error:
-        raise ConfigError(f"an option of {name} has no meaning: {error}") from None
-
-
 def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
     """The parser of one diagnostic with the dataclass of its own options; of all without one."""
     parser = CommandParser(
@@ -302,13 +302,9 @@ def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
 
 
 def _description(name: str) -> str:
-    entries = entries_of(name)
-    place = "NAME" if name == ALL else name
-    writes = _WRITES.format(name=place)
+    writes = _WRITES.format(name="NAME" if name == ALL else name)
     if name == ALL:
-        width = max(len(entry.name) for entry in entries) + 2
-        lines = [f"  {entry.name:{width}}{entry.question}" for entry in entries]
-        return "\n".join([_ALL_QUESTION, "", *lines, "", writes])
-    (entry,) = entries
+        return "\n".join([_ALL_QUESTION, "", *_questions(), "", writes])
+    entry = find(name)
     about = (inspect.getdoc(entry.load()) or "").removeprefix(entry.question).strip()
     return f"{entry.question}\n\n{about}\n\n{writes}"

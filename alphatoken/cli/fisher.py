@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from alphatoken.cli.options import read_options
+from alphatoken.cli.program import read_options
 from alphatoken.config import ValueOptions
 from alphatoken.score.options import (
     ModelOptions,

@@ -15,11 +15,10 @@ import torch
 from alphatoken import fit_fisher
 from alphatoken.cli.fisher import FisherOptions
 from alphatoken.data import EncodeOptions, Row, collate, leak_keys
-from alphatoken.data.encode import prompt_example
+from alphatoken.data.encode import about_encoding, prompt_example
 from alphatoken.errors import DataError
-from alphatoken.model.layer_choice import read_layers
-from alphatoken.score.notes import about_encoding
-from alphatoken.score.rows import encode_some
+from alphatoken.model.choice import read_layers
+from alphatoken.score.job import encode_some
 from alphatoken.support.resume import check_output_file, require_writable
 
 __all__ = ["run"]
@@ -27,9 +26,6 @@ __all__ = ["run"]
 
 def run(options: FisherOptions) -> None:
     """Fit on the prompts of ``data`` and write ``output_file``, whole or not at all.
-
-    The file's metadata holds digests of the rows, by which ``alphatoken score`` keeps them out
-    of the training rows.
 
     Raises:
         AlphaTokenError: wrong input, with what and where.
@@ -63,6 +59,8 @@ def run(options: FisherOptions) -> None:
         progress=not options.quiet,
     )
     used = used[: options.samples]
+    # The file's metadata holds digests of the rows, by which alphatoken score keeps them out of the
+    # training rows.
     keys = sorted({key for row in used for key in leak_keys(row)})
     fisher = replace(fisher, metadata={**fisher.metadata, "row_keys": keys})
     fisher.save(options.output_file)
@@ -109,7 +107,7 @@ def _prompts(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> Read:
 
 
 def _sequences(rows: Sequence[Row], tokenizer: Any, how: EncodeOptions) -> Read:
-    """Whole sequences whose response positions get resampled labels."""
+    # Whole sequences, whose response positions get resampled labels.
     examples, report = encode_some(rows, tokenizer, how, "Fisher")
     used = [example.row for example in examples]
     return collate(examples), used, about_encoding("Fisher", report)

@@ -1,27 +1,56 @@
-"""A command line of several commands, each loaded only when it is called."""
+"""A command line of several commands, each loaded only when it is called; options as dataclasses.
+
+One field is one flag, with its type, default and help. A field's type says how its value is
+written: a number or a text; ``tuple[...]``: several with commas between them; ``list[...]``:
+several words; ``Literal[...]``: one of these; ``... | None``: "none" too; ``bool``: a flag without
+a value, which ``--no_NAME`` takes back where it is the default. Choices and range are those of the
+field (``alphatoken.support.options``). The ``metadata`` hold ``help``, as transformers'
+``HfArgumentParser`` has it, and:
+
+* ``metavar`` stands for a value in the help (the last word of the name, if left out);
+* ``append``: the flag may be repeated;
+* ``either``: a name that options share of which one at most may be given; with ``required`` in the
+  first of them one must be;
+* ``group``: the title of the help's group that begins with this field.
+
+Nothing here imports torch or transformers: ``--help`` is quick.
+"""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 import os
 import sys
+import types
+import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal, NoReturn, TypeVar
 
-from alphatoken.cli.options import spelled
-from alphatoken.errors import AlphaTokenError
+from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.support.options import Limits, limits_of
 
-__all__ = ["Command", "Program"]
+__all__ = [
+    "Command",
+    "CommandParser",
+    "Kind",
+    "Program",
+    "add_option",
+    "add_options",
+    "kinds_of",
+    "read_options",
+    "spelled",
+]
 
+# What the system says of a name that the user got wrong, and not of a disk or of permissions.
 _WRONG_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-"""What the system says of a name that the user got wrong, and not of a disk or of permissions."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +70,7 @@ class Command:
     read: str | None = None
 
     def __call__(self, words: Sequence[str]) -> int:
-        """The exit status."""
+        """Run the command; its exit status."""
         request = words if self.read is None else _at(self.read)(words)
         return 0 if request is None else _at(self.run)(request) or 0
 
@@ -82,7 +111,6 @@ class Program:
             return self._guarded(partial(self.commands[name], rest), traceback)
 
     def _parser(self) -> argparse.ArgumentParser:
-        """Knows the names of the commands only."""
         parser = argparse.ArgumentParser(
             prog=self.name,
             description=self.about,
@@ -102,7 +130,6 @@ class Program:
             return "(not installed)"
 
     def _guarded(self, command: Callable[[], int], traceback: bool) -> int:
-        """Run it; an error becomes one line and a status."""
         try:
             return command()
         except KeyboardInterrupt as interrupt:
@@ -131,11 +158,9 @@ class Program:
 
 @contextmanager
 def _own_modules() -> Iterator[None]:
-    """Inside, modules of the current folder can be imported, behind all others.
-
-    ``python`` looks there; an installed command does not, and ``--policy my_policy:Name`` is meant
-    to find the file that lies beside the rows.
-    """
+    # `python` looks in the current folder; an installed command does not, and `--policy
+    # my_policy:Name` is meant to find the file that lies beside the rows. Behind all others, so
+    # that it hides no module.
     here = os.getcwd()
     if here in sys.path or "" in sys.path:
         yield
@@ -150,7 +175,7 @@ def _own_modules() -> Iterator[None]:
 
 @contextmanager
 def _said_in_notes(quiet: bool) -> Iterator[None]:
-    """Inside, the first process says in lines what was read of each file, and our own warnings."""
+    """Prints, in the first process, what was read of each file and our own warnings."""
     log, shown = logging.getLogger("alphatoken.data"), warnings.showwarning
     before = log.handlers, log.propagate, log.level
     notes = logging.StreamHandler()
@@ -172,3 +197,198 @@ def _said_in_notes(quiet: bool) -> Iterator[None]:
         warnings.showwarning = shown
         log.handlers, log.propagate = before[:2]
         log.setLevel(before[2])
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "a text"}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The type of an option, and how its values are written.
+
+    Attributes:
+        base: int, float, str or bool.
+        several: a tuple of them, with commas between them.
+        optional: or None, written "none".
+        listed: a list of them, one word each.
+        choices: which alone are allowed; empty for all.
+    """
+
+    base: type
+    several: bool = False
+    optional: bool = False
+    listed: bool = False
+    choices: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, hint: Any) -> Kind:
+        """Kind of option for a type."""
+        origin, inside = typing.get_origin(hint), typing.get_args(hint)
+        if origin in (typing.Union, types.UnionType) and inside[1:] == (types.NoneType,):
+            return replace(cls.of(inside[0]), optional=True)
+        if origin is tuple and inside[1:] == (...,):
+            return replace(cls.of(inside[0]), several=True)
+        if origin is list:
+            return replace(cls.of(inside[0]), listed=True)
+        if origin is Literal:
+            return cls(type(inside[0]), choices=inside)
+        return cls(hint if isinstance(hint, type) else str)  # a mapping: JSON text
+
+    def read(self, text: str, limits: Limits | None = None) -> Any:
+        """The value that ``text`` writes; of a list, one of its words.
+
+        >>> Kind.of(tuple[float, ...]).read("0.1,1e-3")
+        (0.1, 0.001)
+
+        Raises:
+            argparse.ArgumentTypeError: it writes none of this kind, or a number out of range.
+        """
+        if text.lower() == "none" and (self.optional or self.several) and not self.listed:
+            return None if self.optional else ()
+        parts = [text]
+        if self.several:
+            parts = [part.strip() for part in text.split(",") if text]
+        try:
+            values = tuple(map(self.base, parts))
+        except ValueError:
+            several = "; several with commas between them" if self.several else ""
+            words = _WORDS[self.base] + several + (", or none" if self.optional else "")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words}") from None
+        if limits is not None and not all(map(limits.holds, values)):
+            raise argparse.ArgumentTypeError(f"must be {limits.range_in_words()}: {text}")
+        return values if self.several else values[0]
+
+
+def kinds_of(options: type) -> dict[str, Kind]:
+    """The kind of each field, by name."""
+    hints = typing.get_type_hints(options)
+    return {one.name: Kind.of(hints[one.name]) for one in fields(options)}
+
+
+def default_of(one: Field[Any]) -> Any:
+    """The default of a field; ``MISSING`` where it must be given."""
+    return one.default if one.default_factory is MISSING else one.default_factory()
+
+
+def shown(value: Any) -> str:
+    """A default as it would be written."""
+    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+
+
+def _written(choice: str | None) -> str:
+    return "none" if choice is None else choice
+
+
+# --- argparse -------------------------------------------------------------------------------------
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A description, which says the usage too, then the options; an error is one line."""
+
+    def __init__(self, command: str, program: str = "alphatoken", **more: Any) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(
+            prog=f"{program} {command}", usage=argparse.SUPPRESS, formatter_class=form, **more
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError instead of printing dozens of options."""
+        raise ConfigError(message, remedy=f"{self.prog} --help")
+
+
+def add_options(parser: argparse.ArgumentParser, options: type) -> None:
+    """Give a parser the fields of a dataclass, in groups with titles.
+
+    Those of each base are a group, whose title is the first line of its docstring, until a field
+    with a ``group`` of its own begins another one.
+    """
+    kinds = kinds_of(options)
+    for base in options.__mro__[:-1]:
+        own = [one for one in fields(options) if one.name in vars(base).get("__annotations__", {})]
+        title = inspect.cleandoc(base.__doc__ or "").partition("\n")[0].rstrip(".")
+        title, group = title[:1].lower() + title[1:], None
+        pairs: dict[str, Any] = {}
+        for one in own:
+            if group is None or "group" in one.metadata:
+                group = parser.add_argument_group(one.metadata.get("group", title))
+            shared = one.metadata.get("either", "")
+            if shared and shared not in pairs:
+                required = one.metadata.get("required", False)
+                pairs[shared] = group.add_mutually_exclusive_group(required=required)
+            add_option(pairs.get(shared, group), one, kinds[one.name], f"--{one.name}")
+
+
+def add_option(
+    group: Any, one: Field[Any], kind: Kind, flag: str, dest: str = "", **more: Any
+) -> None:
+    """Give a group the flag of one field.
+
+    Args:
+        group: of a parser.
+        one: the field.
+        kind: its type.
+        flag: by which it is given.
+        dest: name of the value, where it is not the field's.
+        **more: of ``add_argument``, before what the field says.
+    """
+    default, text = default_of(one), str(one.metadata.get("help", "")).replace("%", "%%")
+    more = {"dest": dest or one.name, "default": default, "help": text} | more
+    if kind.base is bool:
+        said = f"{text} (default)" if default else text
+        group.add_argument(flag, action="store_true", **(more | {"help": said}))
+        if more["default"] is not False:
+            more["help"] = f"Switch {flag} off."
+            group.add_argument(f"--no_{flag[2:]}", action="store_false", **more)
+        return
+    if more["default"] is MISSING:
+        more |= {"default": None, "required": True}
+    elif default not in (None, "", "\n", []) and "default" not in text.lower():
+        more["help"] = f"{text} (default {shown(default)})"
+    limits = limits_of(one)
+    more["type"] = lambda word: kind.read(word, limits if limits.ranged else None)
+    if choices := kind.choices or limits.choices:
+        more |= {"choices": choices, "metavar": f"{{{','.join(map(_written, choices))}}}"}
+    else:
+        more["metavar"] = one.metadata.get("metavar", one.name.rpartition("_")[2].upper())
+    if one.metadata.get("append"):
+        more["action"] = "append"
+    elif kind.listed:
+        more["nargs"] = "+"
+    group.add_argument(flag, **more)
+
+
+def read_options(command: str, options: type[T], words: Sequence[str], **more: Any) -> T:
+    """The options of a command, read from its words.
+
+    Args:
+        command: its name.
+        options: the dataclass.
+        words: what follows the name.
+        **more: of the parser: ``program``, ``description``, ``epilog`` and others.
+
+    Raises:
+        ConfigError: words that cannot be read.
+    """
+    parser = CommandParser(command, **more)
+    add_options(parser, options)
+    return options(**vars(parser.parse_args(list(words))))
+
+
+# --- spellings ------------------------------------------------------------------------------------
+
+
+def spelled(words: Sequence[str]) -> list[str]:
+    """Words with underscores in the names of flags, and values as they are.
+
+    >>> spelled(["--batch-size", "8", "--set", "a.b-c=1"])
+    ['--batch_size', '8', '--set', 'a.b-c=1']
+    """
+    result = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            word = f"--{flag[2:].replace('-', '_')}{equals}{value}"
+        result.append(word)
+    return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from alphatoken.cli.options import read_options
+from alphatoken.cli.program import read_options
 from alphatoken.score.options import ScoreOptions
 
 __all__ = ["read", "run"]

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.options import CommandParser, add_option, kinds_of
+from alphatoken.cli.program import CommandParser, add_option, kinds_of
 from alphatoken.cli.recipes import accelerate_config, packaged_recipes
 from alphatoken.cli.training_options import RowArguments, RunArguments
 from alphatoken.errors import ConfigError, DataError
@@ -44,9 +44,6 @@ _BY_SLURM = "SLURM_STEP_NUM_TASKS"
 def require_libraries() -> None:
     """Check that the trainers' libraries are installed; switch their telemetry off.
 
-    TRL reports each trainer that is made to the hub. Here it does so only if the user asks for it
-    (``HF_HUB_DISABLE_TELEMETRY=0``).
-
     Raises:
         ConfigError: names what is missing.
     """
@@ -57,6 +54,8 @@ def require_libraries() -> None:
             got=", ".join(missing),
             remedy="pip install 'alphatoken[train]'",
         )
+    # TRL reports each trainer that is made to the hub. Here it does so only if the user asks for it
+    # (HF_HUB_DISABLE_TELEMETRY=0).
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
@@ -77,13 +76,12 @@ def trainer_of(command: str) -> tuple[type[Any], type[Any]]:
 
 
 def _run(command: str, words: Sequence[str]) -> int:
-    """``alphatoken sft`` or ``dpo``: train with TRL's trainer and token values; the exit status."""
     if {"--help", "-h"} & set(words):
         print(help_text(command))
         return 0
     configuration, trainer = trainer_of(command)
     from alphatoken.cli.arguments import read_arguments
-    from alphatoken.cli.training_data import check_rows
+    from alphatoken.cli.training_rows import check_rows
 
     arguments = read_arguments(command, words, configuration)
     if arguments.model.model_name_or_path is None:
@@ -91,6 +89,7 @@ def _run(command: str, words: Sequence[str]) -> int:
     check_rows(arguments)
     check_output(arguments)
     check_launch(arguments)
+    # Nothing of an earlier run goes before all that can be refused has been.
     clear_output(arguments)
     _train(arguments, trainer)
     return 0
@@ -110,15 +109,13 @@ _EXAMPLES = {
 
 
 def help_text(command: str) -> str:
-    """Text of ``alphatoken sft --help`` or ``dpo --help``: our options, and where TRL's are.
-
-    Made of fields alone, without importing torch or TRL, so that it is there at once.
-    """
+    """Text of ``alphatoken sft --help`` or ``dpo --help``: our options, and where TRL's are."""
     recipes = [
         f"  {recipe.name:20}  {recipe.about}".replace("%", "%%")
         for recipe in packaged_recipes()
         if recipe.command in (None, command)
     ]
+    # Made of fields alone, without importing torch or TRL, so that it is there at once.
     parser = CommandParser(
         command,
         description=f"""\
@@ -181,7 +178,6 @@ def clear_output(arguments: Any) -> None:
 
 
 def _first() -> bool:
-    """True if this is the first process."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -226,7 +222,6 @@ def check_launch(arguments: Any) -> None:
 
 
 def _train(arguments: Any, kind: type[Any]) -> None:
-    """Read, build the trainer, train, save."""
     trainer, notes = build_trainer(arguments, kind)
     args, first = arguments.training, trainer.accelerator.is_main_process
     going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
@@ -279,12 +274,12 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     """
     from trl.trainer.utils import get_peft_config, get_quantization_config
 
-    from alphatoken.cli.training_data import load_run_data
+    from alphatoken.cli.training_rows import load_run_data
     from alphatoken.model.loading import freeze_unreached
 
     args, model = arguments.training, arguments.model
     tokenizer = load_tokenizer(arguments)
-    data = load_run_data(arguments, tokenizer, _vocabulary(arguments))
+    datasets, notes = load_run_data(arguments, tokenizer, _vocabulary(arguments))
     if arguments.command == "sft":
         args.assistant_only_loss = False  # the labels of the rows are those of it already
     args.model_init_kwargs = model_options(arguments)
@@ -294,22 +289,16 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
         trainer = kind(
             model=model.model_name_or_path,
             args=args,
-            train_dataset=data.train,
-            eval_dataset=data.evaluation,
             processing_class=tokenizer,
             quantization_config=get_quantization_config(model),
             peft_config=get_peft_config(model),
-            validation_dataset=data.validation,
-            retention_dataset=data.retention,
-            fisher=data.fitted,
-            fisher_dataset=data.fisher,
+            **datasets,
         )
     freeze_unreached(trainer.model)
-    return trainer, data.notes
+    return trainer, notes
 
 
 def _vocabulary(arguments: Any) -> int | None:
-    """Rows of the model's embedding; None where TRL makes it as large as a template asks."""
     from alphatoken.model.loading import find_limits, find_parts
 
     args, model = arguments.training, arguments.model

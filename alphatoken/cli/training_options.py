@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from alphatoken.score.options import BadRowOptions, ColumnOptions, LeftOutOptions
-from alphatoken.support.options import option
+from alphatoken.score.options import ColumnOptions, LeftOutOptions, ReadingOptions
+from alphatoken.support.options import option, same_option
 
 __all__ = ["SOURCES", "RowArguments", "RunArguments"]
 
@@ -19,7 +19,7 @@ SOURCES = ("train_file", "dataset_name", "datasets")
 
 
 @dataclass
-class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
+class RowArguments(ColumnOptions, LeftOutOptions):
     """Sources of rows, and the treatment of rows that cannot be trained on.
 
     A FILE is a local JSON, CSV or Parquet file, or a folder of such files.
@@ -49,7 +49,8 @@ class RowArguments(ColumnOptions, BadRowOptions, LeftOutOptions):
     eval_data: str | None = option(None, "FILE of rows for TRL's own evaluation.")
     chosen_column: str | None = option(None, "Column of the chosen response (DPO).")
     rejected_column: str | None = option(None, "Column of the rejected response (DPO).")
-    chat_template: bool = option(True, "write chats with the tokenizer's template")
+    chat_template: bool = same_option(ReadingOptions, "chat_template")
+    on_bad_rows: Literal["error", "skip"] = same_option(ReadingOptions, "on_bad_rows")
     long_prompts: Literal["drop", "cut"] = option(
         "drop",
         "Pairs whose prompt is longer than max_prompt_length (DPO) count as bad rows ('drop'), or "

@@ -1,27 +1,47 @@
-"""Rows of a training run: from files or the hub, as tokens or pairs."""
+"""Rows of a training run: read as tokens or pairs, held apart from each other, counted."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from alphatoken import FisherDrift
 from alphatoken.cli.arguments import Arguments
 from alphatoken.cli.training_options import SOURCES
-from alphatoken.data import EncodeOptions, Example, Pair, Survey, pair_of, row_of
+from alphatoken.data import (
+    EncodeOptions,
+    Example,
+    Pair,
+    Survey,
+    leak_keys,
+    pair_of,
+    row_of,
+    split_pools,
+)
 from alphatoken.data.encode import encode_example
 from alphatoken.data.markers import is_filled, require_one_form
 from alphatoken.data.pairs import is_longer, pair_problem, preference_record
-from alphatoken.data.pieces import LEFT_OUT
 from alphatoken.data.rows import KEEP_MARKS, UNLEARNED
 from alphatoken.data.source import SourceRow, find_source, usable_rows
+from alphatoken.data.split import about_pools
+from alphatoken.data.texts import LEFT_OUT
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.model.loading import rows_tokenizer
+from alphatoken.train.policies import chosen_policy
+from alphatoken.train.refusals import raise_first
 
-__all__ = ["Item", "RowReader", "check_source", "evaluates"]
+__all__ = [
+    "Item",
+    "RowReader",
+    "check_rows",
+    "evaluates",
+    "load_run_data",
+]
 
 Item = Example | Pair
 """An example to train on; other rows are compared with its ``row``."""
@@ -31,16 +51,24 @@ _FILES = ("train_file", "validation_file", "retention_data", "fisher_data", "fis
           "eval_data")  # fmt: skip
 
 
-def check_source(arguments: Arguments) -> None:
-    """Refuse what names no rows, or two of them, or rows that this command does not read.
+# --- what is refused before any row is read -------------------------------------------------------
+
+
+def check_rows(arguments: Arguments) -> None:
+    """Refuse what can be said of the rows without reading them.
 
     Raises:
-        ConfigError: no source or two, a missing file, a stream, evaluation without rows.
+        ConfigError: no source of the training rows or two, a missing file, a stream, evaluation
+            without rows; values or a policy without validation rows; a Fisher that nothing reads.
     """
+    raise_first(chain(_refused_sources(arguments), _refused_rows(arguments)))
+
+
+def _refused_sources(arguments: Arguments) -> Iterator[ConfigError]:
     data = arguments.data
     sources = [name for name in SOURCES if getattr(data, name)]
     if len(sources) != 1:
-        raise ConfigError(
+        yield ConfigError(
             "training rows must come from one place",
             got=" and ".join(sources) or "none named",
             remedy="give train_file (a local file or folder), dataset_name (of the hub), or in a "
@@ -49,26 +77,65 @@ def check_source(arguments: Arguments) -> None:
     for name in _FILES:
         path = getattr(data, name)
         if path is not None and not Path(path).exists():
-            raise ConfigError(f"{name} does not exist", got=path, remedy="check the path")
+            yield ConfigError(f"{name} does not exist", got=path, remedy="check the path")
     for name in ("dataset_streaming", "streaming"):
         if getattr(data, name):
-            raise ConfigError(
+            yield ConfigError(
                 "streamed data sets are not read by this command",
                 got=f"{name}: true",
                 why="held-out rows could not be told from training rows",
                 remedy=f"leave {name} out, or use the trainer from Python",
             )
     if data.test_split_size is not None:
-        raise ConfigError(
+        yield ConfigError(
             "rows for TRL's own evaluation are not split off the training rows",
             got=f"test_split_size: {data.test_split_size}",
             why="the split is drawn anew at each start, and a resumed run would train on others",
             remedy="leave it out, and name those rows: --eval_data FILE",
         )
     if evaluates(arguments) and data.eval_data is None:
-        raise ConfigError(
+        yield ConfigError(
             "evaluation needs rows", got="eval_strategy without eval_data", remedy="--eval_data"
         )
+
+
+def _refused_rows(arguments: Arguments) -> Iterator[ConfigError]:
+    args, data = arguments.training, arguments.data
+    nothing = data.validation_file is None and data.validation_rows == 0
+    if nothing and args.needs_values and args.objective != "stability":
+        yield ConfigError(
+            "values need a validation dataset",
+            got="no --validation_file, and --validation_rows 0 draws none",
+            remedy="--validation_file FILE, of a few clean rows of the target",
+        )
+    clean_first = args.policy == "validation-first"
+    if clean_first and data.validation_file is None:
+        yield ConfigError(
+            "policy 'validation-first' trains on a few clean rows of the target first",
+            got="no --validation_file",
+            why="rows drawn from the training rows are no cleaner than those",
+            remedy="--validation_file FILE",
+        )
+    if clean_first and args.world_size > 1:
+        yield ConfigError(
+            "policy 'validation-first' trains in one process",
+            got=f"{args.world_size} processes",
+            remedy="two runs: --policy standard --train_file CLEAN, then --policy standard with "
+            "--model_name_or_path of the first one's folder",
+        )
+    for name, instead in data.unread_of_fisher(reads_fisher=args.reads_fisher):
+        got = f"--{name} {getattr(data, name)}, "
+        got += instead or f"retention {args.retention}, objective {args.objective}"
+        wanted = "--objective both --retention diagonal, or "
+        yield ConfigError(
+            f"{name} is given, and no Fisher is {'fitted on it' if instead else 'wanted'}",
+            got=got,
+            why="nothing would read it",
+            remedy=f"{'' if instead else wanted}leave --{name} out",
+        )
+
+
+# --- rows, one after the other --------------------------------------------------------------------
 
 
 def evaluates(arguments: Arguments) -> bool:
@@ -102,7 +169,7 @@ class RowReader:
             return self.file_rows(data.train_file, "training", data.train_limit)
         if data.datasets:
             return self._usable(_of_mixture(data), Survey("datasets"), "training", data.train_limit)
-        assert data.dataset_name is not None  # see check_source
+        assert data.dataset_name is not None  # see check_rows
         records = _of_hub(data.dataset_name, data.dataset_config, data.dataset_train_split)
         survey = Survey(Path(data.dataset_name).name)
         return self._usable(records, survey, "training", data.train_limit)
@@ -126,10 +193,8 @@ class RowReader:
     def _usable(
         self, records: Iterable[SourceRow], survey: Survey, name: str, limit: int | None = None
     ) -> list[Item]:
-        """Those rows that can be trained on; the others are left out, or refused, if so asked.
-
-        Before anything is held out, so that as many are held out as was asked for.
-        """
+        """Those rows that can be trained on; the others are left out, or refused, if so asked."""
+        # Before anything is held out, so that as many are held out as was asked for.
         make = partial(self._usable_item, survey=survey, name=name)
         items: list[Item] = usable_rows(islice(records, limit), make, survey, self.data.on_bad_rows)
         self._require_one_form([item for item in items if isinstance(item, Pair)])
@@ -144,7 +209,7 @@ class RowReader:
         return items
 
     def _require_one_form(self, pairs: Sequence[Pair]) -> None:
-        """Refuse texts beside messages: TRL reads all pairs of a set as it reads the first."""
+        # TRL reads all pairs of a set as it reads the first.
         first = dict[bool, Pair]()
         for pair in pairs if self.chat else ():
             first.setdefault(is_filled(pair.row, self.tokenizer), pair)
@@ -159,7 +224,6 @@ class RowReader:
     def _usable_item(
         self, record: Mapping[str, Any], index: int, place: str, survey: Survey, name: str
     ) -> Item | None:
-        """What one record is to training; None where nothing can be learned of it."""
         item = self._item(record, index, place, survey, optional=name != "training")
         if (problem := self._problem(item)) is None:
             return item
@@ -175,7 +239,7 @@ class RowReader:
     def _item(
         self, record: Mapping[str, Any], index: int, place: str, survey: Survey, *, optional: bool
     ) -> Item:
-        """The example or the pair of a record; the named columns are optional in other rows."""
+        # The named columns are optional in other rows than those to train on.
         data, args = self.data, self.arguments.training
         if self.pairs:
             columns = replace(
@@ -196,7 +260,6 @@ class RowReader:
         return example
 
     def _pair_notes(self, pair: Pair) -> set[str]:
-        """Notes on a pair that can be written as tokens, both sides in one form."""
         sides = [replace(pair.row, turns=(*pair.prompt, *s)) for s in (pair.chosen, pair.rejected)]
         require_one_form(sides, self.tokenizer)
         how, notes = replace(self.how, turns="last"), set[str]()
@@ -213,7 +276,6 @@ class RowReader:
         return notes
 
     def _problem(self, item: Item) -> str | None:
-        """Problem of a row that could be read."""
         args = self.arguments.training
         if isinstance(item, Example):
             if not item.response_tokens:
@@ -234,7 +296,6 @@ class RowReader:
 
 
 def _of_hub(name: str, config: str | None, split: str) -> Iterator[SourceRow]:
-    """Rows of a data set of the hub, or of its cache."""
     from datasets import load_dataset
 
     place = f"{name}, split {split}"
@@ -242,7 +303,7 @@ def _of_hub(name: str, config: str | None, split: str) -> Iterator[SourceRow]:
 
 
 def _of_mixture(data: Any) -> Iterator[SourceRow]:
-    """Rows of TRL's mixture of data sets, in the order and the shares that TRL gives them."""
+    # In the order and the shares that TRL gives them.
     from trl.scripts.utils import DatasetMixtureConfig, get_dataset
 
     mixture = DatasetMixtureConfig(datasets=data.datasets)
@@ -251,7 +312,6 @@ def _of_mixture(data: Any) -> Iterator[SourceRow]:
 
 
 def _loaded(load: Callable[[], Any], name: str, place: str) -> Iterator[SourceRow]:
-    """Rows that a library loads; ``place`` says from where."""
     try:
         rows = load()
     except Exception as error:  # whatever the hub, the network and the file formats raise
@@ -263,3 +323,115 @@ def _loaded(load: Callable[[], Any], name: str, place: str) -> Iterator[SourceRo
             "train_file, validation_file",
         ) from None
     return (SourceRow(index, f"{name}, row {index}", row) for index, row in enumerate(rows))
+
+
+# --- the data sets of a run ----------------------------------------------------------------------
+
+
+def load_run_data(
+    arguments: Arguments, tokenizer: Any, vocabulary: int | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """Read all rows that the run needs.
+
+    Tokens are looked for in the ``vocabulary`` rows of the model's embedding, if they are known.
+    Training rows that repeat a validation, retention or Fisher row are removed, rows that cannot
+    be trained on are left out (or refused, if so asked): the notes count the former, the line that
+    says what was read of a file the latter.
+
+    Returns:
+        Data sets in TRL's forms, and a Fisher of earlier, by the trainer's arguments; None where
+        the run has none. And what was held out and removed, in sentences.
+
+    Raises:
+        ConfigError: no training rows named, or two sources of them.
+        DataError, InputError: rows that cannot be read or used; the message names them.
+    """
+    check_rows(arguments)
+    reader = RowReader(arguments, tokenizer, vocabulary)
+    (validation, fisher), data = _drawn(arguments), arguments.data
+    train = reader.training_rows()
+    sources = {
+        "validation": data.validation_file if validation is not None else None,
+        "fisher": data.fisher_data if fisher is not None else None,
+        "retention": data.retention_data,
+    }
+    own = {name: reader.file_rows(file, name) for name, file in sources.items() if file is not None}
+    fitted = None if data.fisher_file is None else FisherDrift.load(data.fisher_file)
+    pools, notes = _separate(arguments, validation, fisher, train, own, fitted)
+    if evaluates(arguments):
+        pools["eval"] = reader.file_rows(data.eval_data or "", "evaluation")
+    names = ("train", "eval", "validation", "retention", "fisher")
+    rows = {name: reader.dataset(items) if (items := pools.get(name)) else None for name in names}
+    return {**{f"{name}_dataset": own for name, own in rows.items()}, "fisher": fitted}, notes
+
+
+# --- how many rows are held out -----------------------------------------------------------------
+
+
+def _drawn(arguments: Arguments) -> tuple[int | None, int | None]:
+    """Validation rows and Fisher prompts to draw from the training rows; None: none are read."""
+    # The policy has no say: the controls (random, all) train on the same rows.
+    data, args = arguments.data, arguments.training
+    validation: int | None = None
+    if args.objective != "stability":
+        validation = 0 if data.validation_file else data.validation_rows
+        if validation is None:
+            share = args.held_out_share if args.held_out_steps else 0.0
+            validation = math.ceil(args.validation_batch_size / (1 - share))
+            validation *= 8 if args.validation_mode == "pool" else 1
+    fisher: int | None = None
+    if args.reads_fisher and data.fisher_file is None:
+        fisher = 0 if data.fisher_data else data.fisher_prompts
+        fisher = args.fisher_samples if fisher is None else fisher
+    return validation, fisher
+
+
+# --- pools that share nothing -------------------------------------------------------------------
+
+
+def _separate(
+    arguments: Arguments,
+    validation: int | None,
+    fisher: int | None,
+    train: Sequence[Item],
+    own: Mapping[str, Sequence[Item]],
+    fitted: FisherDrift | None,
+) -> tuple[dict[str, list[Item]], list[str]]:
+    """Pools that share nothing, by name, and what was done to make them so."""
+    items = {"train": train, **own}
+    rows = {name: [item.row for item in some] for name, some in items.items()}
+    item_of = {  # a pair makes its row anew each time
+        id(row): item for name in rows for row, item in zip(rows[name], items[name], strict=True)
+    }
+    retention = rows.get("retention", [])
+    keys = {key for row in retention for key in leak_keys(row)}
+    keys |= set(() if fitted is None else fitted.metadata.get("row_keys", ()))
+    pools = split_pools(
+        rows["train"],
+        validation=rows.get("validation"),
+        validation_rows=validation or 0,
+        fisher=rows.get("fisher"),
+        fisher_rows=fisher or 0,
+        fisher_keys=keys,
+        leak_key=arguments.data.leak_key,
+    )
+    separate = {name: getattr(pools, name) for name in ("train", "validation", "fisher")}
+    separate["retention"] = retention
+    items_of = {name: [item_of[id(row)] for row in some] for name, some in separate.items()}
+    return items_of, _pool_notes(pools.counts, arguments)
+
+
+def _pool_notes(counts: Mapping[str, int], arguments: Arguments) -> list[str]:
+    args = arguments.training
+    policy = chosen_policy(args, None, args.FAMILY)
+    judged = args.needs_values or (policy is not None and policy.needs.validation)
+    drawn = {
+        "drawn_validation": ("rows drawn for validation", judged, "--validation_rows 0"),
+        "drawn_fisher": ("prompts drawn for the Fisher", args.needs_values, "--fisher_prompts 0"),
+    }
+    notes = []
+    for name, (what, read, option) in drawn.items():
+        if counts.get(name):
+            unread = f", though this run reads none of them: {option} trains on them"
+            notes.append(f"{counts[name]} {what} and not trained on{'' if read else unread}.")
+    return notes + about_pools(counts, "Fisher prompts")

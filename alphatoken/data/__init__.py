@@ -23,12 +23,11 @@ from alphatoken.data.encode import (
     encode_rows,
 )
 from alphatoken.data.pairs import Pair, pair_of, read_pairs
-from alphatoken.data.pieces import token_texts
-from alphatoken.data.plain import PLAIN_FORMAT
 from alphatoken.data.rows import Fields, Row, Turn, row_of
 from alphatoken.data.source import read_records, read_rows
 from alphatoken.data.split import Pools, leak_keys, split_pools
 from alphatoken.data.survey import Survey
+from alphatoken.data.texts import PLAIN_FORMAT, token_texts
 
 __all__ = [
     "PLAIN_FORMAT",

@@ -72,7 +72,7 @@ class WeightedCollator:
         self.inner = inner
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Collate some rows."""
+        """Inner collator's batch with ``loss_weights`` beside its labels."""
         own = [_checked(row, number) for number, row in enumerate(rows)]
         weights = [torch.tensor(row.pop("loss_weights"), dtype=torch.float32) for row in own]
         row_labels = [torch.tensor(row["labels"]) for row in own]
@@ -86,7 +86,6 @@ class WeightedCollator:
 
 
 def _checked(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The row, which has a weight for each of its tokens."""
     columns = ("input_ids", "labels", "loss_weights")
     lengths = {name: len(row[name]) for name in columns if row.get(name) is not None}
     if len(lengths) < len(columns) or len(set(lengths.values())) > 1:
@@ -101,7 +100,6 @@ def _checked(row: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _laid_out(rows: Sequence[Tensor], labels: Tensor) -> Tensor:
-    """Padded on the right, or joined, whichever the labels are; 0 elsewhere."""
     laid_out = torch.zeros(labels.shape, dtype=rows[0].dtype)
     if len(labels) == len(rows) and all(len(row) <= labels.shape[1] for row in rows):
         for line, row in zip(laid_out, rows, strict=True):

@@ -25,17 +25,29 @@ from alphatoken.data.markers import (
     verbatim_note,
 )
 from alphatoken.data.messages import THOUGHTS
-from alphatoken.data.pieces import LEFT_OUT, lost_text
-from alphatoken.data.plain import IGNORE, PLAIN_FORMAT, bare_ids, open_text, text_pieces, whole_text
 from alphatoken.data.rows import KEEP_MARKS, UNLEARNED, Row, Turn
-from alphatoken.data.survey import Survey, short
-from alphatoken.data.template import Encoded, encode_chat, render
-from alphatoken.errors import ConfigError, DataError, require_choice
+from alphatoken.data.survey import Survey
+from alphatoken.data.texts import (
+    LEFT_OUT,
+    PLAIN_FORMAT,
+    Encoded,
+    bare_ids,
+    encode_chat,
+    lost_text,
+    open_text,
+    render,
+    text_pieces,
+    whole_text,
+)
+from alphatoken.errors import DataError, short
+from alphatoken.model.batch import IGNORE
+from alphatoken.support.options import check_options, option
 
 __all__ = [
     "EncodeOptions",
     "EncodeReport",
     "Example",
+    "about_encoding",
     "encode_example",
     "encode_prompt",
     "encode_row",
@@ -58,40 +70,37 @@ _WITHOUT = (
 class EncodeOptions:
     """Options for turning rows into tokens.
 
-    Attributes:
-        max_length: longest sequence in tokens, None for no limit; a longer row is cut at its end
-            and counted.
-        on_empty: what happens to a row without any response token (also when truncation took
-            all of them): "error" stops and names the row, "skip" drops and counts it.
-        turns: label "all" assistant turns, or the "last" one only.
-        chat_template: use the tokenizer's chat template where it has one.
-        vocabulary: rows of the model's embedding, which every token must have one of; None is not
-            looked at.
-        on_bad_rows: what happens to a row that cannot be written as tokens (a template refuses it,
-            the embedding lacks a token): "error" stops and names it, "skip" drops and counts it.
+    Raises:
+        ConfigError: an option outside of its choices or its range.
     """
 
-    max_length: int | None = None
-    on_empty: str = "error"
-    turns: str = "all"
-    chat_template: bool = True
-    vocabulary: int | None = None
-    on_bad_rows: str = "error"
+    max_length: int | None = option(
+        None,
+        "longest sequence in tokens; a longer row is cut at its end and counted",
+        at_least=2,
+        why="a token is valued only where another one precedes it",
+    )
+    on_empty: str = option(
+        "error",
+        "rows without any response token (also when truncation took all of them): stop and name "
+        "the row, or drop and count it",
+        choices=("error", "skip"),
+    )
+    turns: str = option("all", "assistant turns to label", choices=("all", "last"))
+    chat_template: bool = option(True, "use the tokenizer's chat template where it has one")
+    vocabulary: int | None = option(
+        None, "rows of the model's embedding, of which every token must have one; None: unchecked"
+    )
+    on_bad_rows: str = option(
+        "error",
+        "rows that cannot be written as tokens (a template refuses one, the embedding lacks a "
+        "token): stop and name the row, or drop and count it",
+        choices=("error", "skip"),
+    )
 
     def __post_init__(self) -> None:
-        """Check the choices once."""
-        for name, allowed in (
-            ("on_empty", ("error", "skip")),
-            ("turns", ("all", "last")),
-            ("on_bad_rows", ("error", "skip")),
-        ):
-            require_choice(name, getattr(self, name), allowed)
-        if self.max_length is not None and self.max_length < 2:
-            raise ConfigError(
-                "max_length must be at least 2",
-                got=str(self.max_length),
-                why="a token is valued only where another one precedes it",
-            )
+        """Check choices and range."""
+        check_options(self)
 
 
 @dataclass(frozen=True)
@@ -161,7 +170,9 @@ def encode_rows(
             response whose text is not in what would be learned; the message names the row.
     """
     options = options or EncodeOptions()
-    report = EncodeReport(rows=len(rows), format=format_name(tokenizer, options))
+    template = _uses_template(tokenizer, options)
+    how = "the tokenizer's chat template" if template else f"plain: {PLAIN_FORMAT}"
+    report = EncodeReport(rows=len(rows), format=how)
     counts = survey_of(rows) if survey is None else survey
     examples = []
     for row in rows:
@@ -194,6 +205,20 @@ def encode_rows(
     return examples, report
 
 
+def about_encoding(name: str, report: EncodeReport) -> list[str]:
+    """Sentences about rows called ``name`` that were cut or left out."""
+    rows = f"{'training' if name == 'train' else name} rows"
+    notes, survey = [], Survey(rows)
+    if report.truncated_rows:
+        notes.append(
+            f"{report.truncated_rows} {rows} are longer than allowed; {report.truncated_tokens} "
+            "tokens were cut off their ends."
+        )
+    survey.leave_out(NO_RESPONSE, count=report.skipped_empty)
+    survey.leave_out("they cannot be written as tokens", count=report.skipped_bad)
+    return notes + [f"{sentence}." for sentence in survey.left_out(f"{rows} left out")]
+
+
 def survey_of(rows: Sequence[Row]) -> Survey:
     """An empty survey of rows that were read before."""
     survey = Survey(f"rows from {rows[0].place}" if rows else "no rows")
@@ -202,7 +227,6 @@ def survey_of(rows: Sequence[Row]) -> Survey:
 
 
 def _cut(example: Example, limit: int | None) -> Example:
-    """The example cut at its end to a length."""
     ids, labels = example.input_ids, example.labels
     limit = limit or len(ids)
     beyond = max(0, len(ids) - limit)
@@ -210,7 +234,6 @@ def _cut(example: Example, limit: int | None) -> Example:
 
 
 def _no_response(example: Example, limit: int | None) -> DataError:
-    """There was no response to be learned, or the prompt has left no room for it."""
     if not example.row.is_learned:
         return DataError(
             UNLEARNED,
@@ -234,13 +257,6 @@ def _no_response(example: Example, limit: int | None) -> DataError:
         why="there is no token to value",
         remedy="mend the row, or drop such rows with --on_empty skip (on_empty='skip')",
     )
-
-
-def format_name(tokenizer: Any, options: EncodeOptions) -> str:
-    """Name of the format of the rows: "chat template" or the plain format, spelled out."""
-    if _uses_template(tokenizer, options):
-        return "the tokenizer's chat template"
-    return f"plain: {PLAIN_FORMAT}"
 
 
 def _uses_template(tokenizer: Any, options: EncodeOptions) -> bool:
@@ -297,7 +313,6 @@ def _encode(row: Row, tokenizer: Any, options: EncodeOptions) -> Encoded:
 
 
 def _cut_after_answers(row: Row) -> Row:
-    """The row up to its last assistant turn."""
     last = max(index for index, turn in enumerate(row.turns) if turn.role == "assistant")
     return replace(row, turns=row.turns[: last + 1])
 
@@ -313,7 +328,6 @@ def _says(turn: Turn, tokenizer: Any) -> bool:
 def _notes(
     row: Row, answers: Sequence[int], text: str, tokenizer: Any, *, verbatim: bool
 ) -> Iterator[str]:
-    """Notes on a row that became ``text``, for the survey of its source."""
     texts = [(i, part) for i, turn in enumerate(row.turns) for part in (turn.thought, turn.text)]
     if verbatim:
         yield verbatim_note(tokenizer)
@@ -325,7 +339,6 @@ def _notes(
 
 
 def _lost(row: Row, index: int, part: str, labels: str, *, as_text: bool) -> DataError:
-    """A part of a response is not in the text of the labels."""
     thought = part is row.turns[index].thought or bare(part.split("</think>")[-1]) in bare(labels)
     what = "the thoughts of a row" if thought else "the text of a response"
     why = "the chat template does not write" if not as_text else "no chat template is used to write"
@@ -387,7 +400,6 @@ def _either(ways: Sequence[str]) -> str:
 
 
 def _require_embedded(ids: Sequence[int], row: Row, tokenizer: Any, options: EncodeOptions) -> None:
-    """Check that the model's embedding has a row for each token."""
     if options.vocabulary is None or max(ids, default=0) < options.vocabulary:
         return
     token = max(ids)

@@ -9,18 +9,29 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from alphatoken.data.messages import CHATS, PROMPTS, RESPONSES
 from alphatoken.errors import DataError
 from alphatoken.support.storage import LFS
 
-__all__ = ["DESCRIPTIONS", "READ", "SUFFIXES", "kind_of", "open_bytes", "suffix_of"]
+__all__ = [
+    "DESCRIPTIONS",
+    "READ",
+    "SUFFIXES",
+    "json_items",
+    "json_layout",
+    "kind_of",
+    "open_bytes",
+    "suffix_of",
+]
 
 _JSON, _TABLES, _PARQUET = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".parquet", ".pq")
 SUFFIXES = (*_JSON, *_TABLES, *_PARQUET)
@@ -33,11 +44,12 @@ READ = f"{', '.join(SUFFIXES)}, each also with {', '.join(_PACKED)} behind it (b
 DESCRIPTIONS = frozenset({"dataset_infos.json", "dataset_info.json"})
 """Names of files that describe a data set of the hub."""
 
+# Bytes of a file that are looked at.
 _HEAD = 1024
-"""Bytes of a file that are looked at."""
 
 _UNPACK = "unpack it, and name the file or folder that comes out"
 _AGAIN = "download the file itself"
+# First bytes of files that are refused: what such a file is, and the remedy.
 _FOREIGN: dict[bytes, tuple[str, str]] = {
     LFS: (
         "a pointer of Git LFS, in place of the file itself",
@@ -53,18 +65,17 @@ _FOREIGN: dict[bytes, tuple[str, str]] = {
     b"%PDF": ("a PDF document", "write its rows as JSONL"),
     b"GGUF": ("a model's weights", "name a file of rows"),
 }
-"""First bytes of files that are refused: what such a file is, and the remedy."""
 
+# Byte order marks of encodings that are not read.
 _WIDE = {
     b"\xff\xfe\x00\x00": "UTF-32",
     b"\x00\x00\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-"""Byte order marks of encodings that are not read."""
 
+# First characters of JSON, white space apart.
 _FIRST = (b"", b"{", b"[")
-"""First characters of JSON, white space apart."""
 
 
 def suffix_of(path: Path) -> str:
@@ -113,12 +124,11 @@ def kind_of(path: Path) -> str:
     )
 
 
+# Pattern of the first line of a table: names of columns.
 _HEADER = re.compile(r'("?)[A-Za-z_][\w .-]*\1(?:[,;\t]("?)[\w .-]+\2)+')
-"""Pattern of the first line of a table: names of columns."""
 
 
 def _refuse_table(path: Path, head: bytes) -> None:
-    """Raise for a table that is named as JSON."""
     first = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]
     line = first.decode(errors="replace").strip()
     if _HEADER.fullmatch(line):
@@ -133,7 +143,6 @@ def _refuse_table(path: Path, head: bytes) -> None:
 
 
 def _refuse_foreign(path: Path, head: bytes) -> None:
-    """Raise for content that holds no rows, or none in UTF-8."""
     for start, (what, remedy) in _FOREIGN.items():
         if head.startswith(start):
             raise DataError(f"the data file is {what}", got=str(path), remedy=remedy)
@@ -171,13 +180,13 @@ def _zstd(path: Path) -> IO[bytes]:
     return io.BufferedReader(stream)
 
 
+# First bytes of compressed files, and what opens them.
 _OPENERS: dict[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
     b"\x28\xb5\x2f\xfd": _zstd,
 }
-"""First bytes of compressed files, and what opens them."""
 
 
 def _opener(head: bytes) -> Callable[[Path], Any] | None:
@@ -214,3 +223,131 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
             why="what is behind the damaged place would be missing",
             remedy="download or write it again; it may be cut short",
         ) from None
+
+
+# Columns by which an object is seen to be a row.
+_ROWS = frozenset((*PROMPTS, *RESPONSES, *CHATS, "text", "chosen", "rejected"))
+
+
+def json_layout(path: Path) -> str:
+    """Layout of a JSON file: "lines", one object each; or "list", a document that is read whole.
+
+    Raises:
+        DataError: the document is an object around the rows, or a table by columns; or broken.
+    """
+    with open_bytes(path) as file:
+        texts = (line.decode("utf-8", "replace").strip("\ufeff \t\r\n\v\f") for line in file)
+        lines = filter(None, texts)
+        first, alone = next(lines, ""), next(lines, None) is None
+    try:
+        document = json.loads(first)
+    except json.JSONDecodeError as error:
+        if first.startswith("[") or (alone and error.msg == "Extra data"):
+            return "list"
+        if error.pos < len(first) or alone:
+            return "lines"  # its first line is broken
+        return "list" if _goes_on(path, first) else "lines"
+    except (ValueError, RecursionError):
+        return "lines"
+    if alone and isinstance(document, dict):
+        _require_row(document, path)
+    return "list" if alone and isinstance(document, list) else "lines"
+
+
+def _goes_on(path: Path, first: str) -> bool:
+    # An object that is printed with indentation ends on a later line.
+    if first[-1] in "{[,":
+        return True
+    try:
+        return bool(json_items(path))
+    except DataError:
+        return False
+
+
+def json_items(path: Path) -> list[Any]:
+    """The items of a list; or the objects of a file that holds one after the other.
+
+    Raises:
+        DataError: not UTF-8, broken, an object around the rows, or a table by columns.
+    """
+    try:
+        with open_bytes(path) as file:
+            text = file.read().decode("utf-8-sig")
+        documents, place, read = list[Any](), 0, json.JSONDecoder().raw_decode
+        while (place := _next(text, place)) < len(text):
+            document, place = read(text, place)
+            documents.append(document)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
+        raise DataError(
+            "broken JSON file",
+            got=f"{path.name}: {error}",
+            remedy="mend the file there: a list of objects, or one object after the other",
+        ) from None
+    if len(documents) > 1:
+        return documents
+    whole = documents[0] if documents else []
+    if isinstance(whole, dict):
+        _require_row(whole, path)
+        return documents
+    return whole if isinstance(whole, list) else documents
+
+
+def _next(text: str, place: int) -> int:
+    while place < len(text) and text[place] in " \t\r\n,":
+        place += 1
+    return place
+
+
+def _require_row(document: Mapping[str, Any], path: Path) -> None:
+    """Refuse the one object of a file where it holds the rows, and is none itself."""
+    lists = {
+        name: value
+        for name, value in document.items()
+        if isinstance(value, list) and value and all(_is_row(item) for item in value)
+    }
+    file, first = unpacked(path)
+    if lists and not _is_row(document):
+        name, other = next(iter(lists)), path.with_name(f"rows-{file.stem}.json")
+        raise DataError(
+            "the JSON file is one object around its rows, and no list of rows",
+            got=f"{path.name}: "
+            + ", ".join(f"{key!r} holds {len(value)} rows" for key, value in lists.items()),
+            remedy=f'{first}write one of the lists: python -c "import json; '
+            f"from pathlib import Path; text = Path('{file}').read_text('utf-8-sig'); "
+            f"Path('{other}').write_text(json.dumps(json.loads(text)['{name}']))\"{_aside(path)}",
+        )
+    by_column = _by_column(document)
+    if by_column:
+        how = ", orient='split'" if by_column == "split" else ""
+        other = path.with_name(f"rows-{file.stem}.jsonl")
+        raise DataError(
+            "the JSON file is a table written by columns, and not by rows",
+            got=f"{path.name} has {', '.join(map(repr, list(document)[:6]))}",
+            remedy=f"{first}python -c \"import pandas; pandas.read_json('{file}', "
+            f"encoding='utf-8-sig'{how}).to_json('{other}', "
+            f"orient='records', lines=True)\"{_aside(path)}",
+        )
+
+
+def _aside(path: Path) -> str:
+    # Where a folder is read, the new file will lie in it beside the old one.
+    return f"; then name that file, or move {path.name} out of the folder, where that is named"
+
+
+def _is_row(item: Any) -> bool:
+    return isinstance(item, dict) and not _ROWS.isdisjoint(item) and not _by_column(item)
+
+
+def _by_column(document: Mapping[str, Any]) -> str:
+    """How pandas or datasets wrote a table by columns: "split" or "columns"; "" for an object."""
+    if {"columns", "data"} <= set(document):
+        return "split"
+    values = list(document.values())
+    if not values or _ROWS.isdisjoint(document):
+        return ""
+    indexed = all(isinstance(v, dict) and v and all(k.isdigit() for k in v) for v in values)
+    texts = all(
+        isinstance(v, list) and v and len(v) == len(values[0]) and not isinstance(v[0], dict)
+        for v in values
+    )
+    return "columns" if indexed or texts else ""

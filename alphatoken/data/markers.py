@@ -19,8 +19,7 @@ from typing import Any
 
 from alphatoken.data.messages import SYSTEMS, THOUGHTS
 from alphatoken.data.rows import Row
-from alphatoken.data.survey import short
-from alphatoken.errors import DataError
+from alphatoken.errors import DataError, short
 
 __all__ = [
     "Markers",
@@ -161,7 +160,7 @@ def find_markers(tokenizer: Any) -> Markers:
 
 @lru_cache(maxsize=8)
 def _find(tokenizer: Any, size: int, template: str, start: str, end: str) -> Markers:
-    """The same; ``size`` is there so that tokens that are added later count."""
+    # `size` is in the cache's key, so that tokens that are added later count.
     tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
     texts = {token.content for token in tokens} - {""}
     special = {str(token) for token in getattr(tokenizer, "all_special_tokens", ())}
@@ -190,7 +189,7 @@ def _find(tokenizer: Any, size: int, template: str, start: str, end: str) -> Mar
 
 
 def _any_of(texts: set[str]) -> str:
-    """A pattern of these texts, the longest first; of none, one that matches nothing."""
+    # The longest first; of no texts the pattern matches nothing.
     return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)"
 
 
@@ -228,7 +227,6 @@ def _openings(head: str, controls: set[str]) -> list[str]:
 
 
 def _reads_tags_only(tokenizer: Any, template: str) -> bool:
-    """True if a thought reaches the text from the content, and by no field of its own."""
     if "</think>" not in template:
         return False
 

@@ -6,20 +6,19 @@ begin alike. All become turns here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from alphatoken.data.markers import is_filled
-from alphatoken.data.marks import require_learned, require_order
-from alphatoken.data.messages import CHATS, PROMPTS, answer_text
-from alphatoken.data.plain import added_start, text_pieces
+from alphatoken.data.messages import CHATS, PROMPTS, answer_text, require_learned, require_order
 from alphatoken.data.rows import (
     Fields,
     Row,
     Turn,
+    missing,
     prompt_turns,
     require_read,
     require_text,
@@ -27,9 +26,9 @@ from alphatoken.data.rows import (
     with_system,
 )
 from alphatoken.data.source import find_source, usable_rows
-from alphatoken.data.survey import Columns, Survey, short
-from alphatoken.data.template import messages_of
-from alphatoken.errors import DataError
+from alphatoken.data.survey import Columns, Survey
+from alphatoken.data.texts import added_start, messages_of, text_pieces
+from alphatoken.errors import DataError, short
 
 __all__ = [
     "CHOSEN",
@@ -98,8 +97,9 @@ def pair_of(
     fields = fields or Fields()
     columns = Columns(record, place, fields.unread)
     fields = columns.present(fields)
-    chosen = columns.take(_name(columns, fields.chosen, CHOSEN, "chosen"), "chosen")
-    rejected = columns.take(_name(columns, fields.rejected, REJECTED, "rejected"), "rejected")
+    good = fields.chosen or columns.first(CHOSEN) or missing(columns, "chosen", CHOSEN)
+    bad = fields.rejected or columns.first(REJECTED) or missing(columns, "rejected", REJECTED)
+    chosen, rejected = columns.take(good, "chosen"), columns.take(bad, "rejected")
     name = fields.prompt or columns.first((*PROMPTS, *CHATS))
     prompt = None if name is None else prompt_turns(columns, name)
     if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
@@ -110,9 +110,11 @@ def pair_of(
             "begin with (trl.extract_prompt)",
         )
     notes = list(columns.notes)
-    good = value_turns(chosen, "assistant", "chosen", columns)
-    bad = value_turns(rejected, "assistant", "rejected", columns)
-    question, *responses = _of_messages(prompt, good, bad, place, name)
+    sides = (
+        value_turns(chosen, "assistant", "chosen", columns),
+        value_turns(rejected, "assistant", "rejected", columns),
+    )
+    question, *responses = _of_messages(prompt, *sides, place, name)
     if prompt is None:
         question = with_system(columns, question)
     # A pair is learned whole, whoever says it: what is noted of a user's turn is untrue here.
@@ -137,27 +139,6 @@ def pair_of(
 
 Turns = tuple[Turn, ...]
 Parts = tuple[Turns, Turns, Turns]
-
-
-def _name(columns: Columns, column: str | None, usual: Sequence[str], kind: str) -> str:
-    name = column or columns.first(usual)
-    names = (column,) if column else usual
-    null = next((name for name in names if name in columns.null), None)
-    if null is not None and (name is None or name == null):
-        raise DataError(
-            f"the {kind} response of a pair is null",
-            got=f"{columns.place} has {columns}",
-            why="null counts as absent",
-            remedy="mend or drop the row, or have it passed over (--on_bad_rows skip; not in "
-            "evaluate)",
-        )
-    if name is None:
-        raise DataError(
-            f"the row has no {kind} response",
-            got=f"{columns.place} has {columns}",
-            remedy=f"name its column with --{kind}_column (known: {', '.join(usual)})",
-        )
-    return name
 
 
 def _of_messages(
@@ -231,12 +212,10 @@ def preference_record(pair: Pair, tokenizer: Any, *, chat: bool) -> dict[str, An
 
 
 def pair_problem(row: Mapping[str, Any]) -> str | None:
-    """Reason for which DPO cannot train on a pair.
-
-    The gradients of two equal responses cancel, and a mask would make noise of them.
-    """
+    """Reason for which DPO cannot train on a pair."""
     if not (answer_text(row["chosen"]) and answer_text(row["rejected"])):
         return "a response is empty"
+    # The gradients of two equal responses cancel, and a mask would make noise of them.
     return "chosen and rejected are equal" if row["chosen"] == row["rejected"] else None
 
 

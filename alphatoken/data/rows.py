@@ -10,9 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, NoReturn
 
-from alphatoken.data.marks import is_learned, require_learned
 from alphatoken.data.messages import (
     ADDED,
     CHANGING,
@@ -26,16 +25,18 @@ from alphatoken.data.messages import (
     THOUGHTS,
     content_parts,
     is_chat,
+    is_learned,
     part_text,
+    require_learned,
 )
-from alphatoken.data.survey import Columns, Survey, short
-from alphatoken.errors import ColumnsError, DataError
+from alphatoken.data.survey import Columns, Survey
+from alphatoken.errors import ColumnsError, DataError, short
 
 __all__ = ["Fields", "Row", "Turn", "row_of"]
 
+# Texts about a text, beside which it is a document still.
 _ASIDE = ("title", "url", "source", "author", "date", "time", "timestamp", "created", "license",
           "category", "domain", "topic", "subject", "language", "meta", "metadata")  # fmt: skip
-"""Texts about a text, beside which it is a document still."""
 
 
 @dataclass(frozen=True)
@@ -193,14 +194,14 @@ def _turns(columns: Columns, fields: Fields) -> tuple[Turn, ...]:
             return (Turn("assistant", columns.text(fields.response, "plain text")),)
         if columns.first([fields.text]):
             return _plain_text(columns, fields.text)
-    name = fields.prompt or usual or _missing(columns, "prompt", PROMPTS)
+    name = fields.prompt or usual or missing(columns, "prompt", PROMPTS)
     response = fields.response or columns.first(RESPONSES)
     if fields.prompt is None:
         name = _unfilled(columns, name, response)
     prompt = prompt_turns(columns, name)
     if response is None:
         if not fields.prompt_only:
-            _missing(columns, "response", RESPONSES)
+            missing(columns, "response", RESPONSES)
         return (*prompt, _with_thought(columns, Turn("assistant", "")))
     turns = value_turns(columns.take(response, "response"), "assistant", response, columns)
     turns = _after(prompt, turns, columns.place)
@@ -220,31 +221,32 @@ def _with_thought(columns: Columns, turn: Turn) -> Turn:
     return turn if _begins_with(thought, turn.text) else replace(turn, thought=thought)
 
 
+# Pattern of what opens a thought within a text.
 _TAG = r"[<\[◁](?i:[^<>\[\]◁▷\s]*(?:think|thought|reason)[^<>\[\]◁▷\s]*)[>\]▷]"
-"""Pattern of what opens a thought within a text."""
 
 
 def _begins_with(thought: str, text: str) -> bool:
-    """True if the text holds this thought already: at its head, or in the tags of a thought.
-
-    A short thought, such as a number, may stand anywhere in an answer, and is none there.
-    """
+    """True if the text holds this thought already: at its head, or in the tags of a thought."""
+    # Elsewhere it proves nothing: a short thought, such as a number, may stand in any answer.
     pattern = rf"(?:\A|{_TAG})\s*{re.escape(thought.strip())}(?!\w)"
     return re.search(pattern, text) is not None
 
 
-def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
+def missing(columns: Columns, kind: str, names: Sequence[str]) -> NoReturn:
+    """Refuse a row without a prompt or response, or a pair without one of its responses."""
+    got = f"{columns.place} has {columns}"
+    words = kind if kind in ("prompt", "response") else f"{kind} response"
     if columns.first(["input_ids"]):
         raise DataError(
             "the row is tokenised, and commands read texts",
-            got=f"{columns.place} has {columns}",
+            got=got,
             remedy="give the texts; in Python the trainers take input_ids and labels, and Scorer "
             "takes batches of them",
         )
     if any(name in columns.null for name in names):
         raise DataError(
-            f"the row has no {kind}",
-            got=f"{columns.place} has {columns}",
+            f"the row has no {words}",
+            got=got,
             why="null counts as absent",
             remedy="mend or drop the row, or have it passed over (--on_bad_rows skip; not in "
             "evaluate and merge)",
@@ -253,13 +255,19 @@ def _missing(columns: Columns, kind: str, names: Sequence[str]) -> str:
     if chats and kind == "prompt":
         raise DataError(
             "the row has no prompt, and no chat of a known name",
-            got=f"{columns.place} has {columns}",
+            got=got,
             remedy=f"name the chat: --messages_column {chats[0]} (in Python "
             f"Fields(messages={chats[0]!r}))",
         )
+    if words != kind:
+        raise DataError(
+            f"the row has no {words}",
+            got=got,
+            remedy=f"name its column with --{kind}_column (known: {', '.join(names)})",
+        )
     raise DataError(
         f"the row has no {kind} field",
-        got=f"{columns.place} has {columns}",
+        got=got,
         remedy=f"name it: --{kind}_column NAME; of a set in diagnose --retention_set: "
         f"FILE,{kind}=NAME; in Python "
         f"Fields({kind}=NAME) (known: {', '.join(names)}; chats: messages; plain texts: text)",
@@ -350,7 +358,6 @@ def _chat(columns: Columns, name: str, prompt_only: bool) -> tuple[Turn, ...]:
 
 
 def _require_answer(turns: tuple[Turn, ...], place: str, prompt_only: bool) -> tuple[Turn, ...]:
-    """Turns of which one at least is the assistant's."""
     if any(turn.role == "assistant" for turn in turns):
         return turns
     if prompt_only:

@@ -27,14 +27,15 @@ from alphatoken.data.file_kinds import (
     DESCRIPTIONS,
     READ,
     SUFFIXES,
+    json_items,
+    json_layout,
     kind_of,
     open_bytes,
     suffix_of,
 )
-from alphatoken.data.json_files import json_items, json_layout
 from alphatoken.data.rows import Fields, Row, row_of
-from alphatoken.data.survey import Survey, short
-from alphatoken.errors import ColumnsError, DataError
+from alphatoken.data.survey import Survey
+from alphatoken.errors import ColumnsError, DataError, short
 from alphatoken.support.resume import file_digest
 
 __all__ = [
@@ -51,12 +52,12 @@ __all__ = [
 STRIDE = 256
 """Rows between two places of a JSONL file that are remembered."""
 
+# Rows of a column format that are in memory at a time.
 _CHUNK = 1024
-"""Rows of a column format that are in memory at a time."""
 
 _BOM = b"\xef\xbb\xbf"
+# Characters of a cell of a table; Python's own limit is 131,072.
 _LONGEST = 2**30
-"""Characters of a cell of a table; Python's own limit is 131,072."""
 
 Record = Mapping[str, Any]
 T = TypeVar("T")
@@ -317,8 +318,8 @@ def _folder(path: Path) -> RowSource:
     )
 
 
+# Words in the names of files whose rows are not to be trained on.
 _HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval"}
-"""Words in the names of files whose rows are not to be trained on."""
 
 
 def _require_one_split(folder: Path, files: Sequence[Path]) -> None:
@@ -337,20 +338,17 @@ def _require_one_split(folder: Path, files: Sequence[Path]) -> None:
 
 
 _DEEPER = "in a folder inside"
+# Files of a folder inside that are looked for.
 _NAMED = 1000
-"""Files of a folder inside that are looked for."""
 
 
 def _files_of(folder: Path) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Data files of a folder, and its other files, each with the reason why it is not read.
-
-    Folders inside are not entered: a data set's splits often lie in them.
-    """
+    """Data files of a folder, and its other files, each with the reason why it is not read."""
     files, unread = list[Path](), list[tuple[str, str]]()
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
             continue
-        if path.is_dir():
+        if path.is_dir():  # not entered: a data set's splits often lie in folders inside
             deeper = islice((f for f in path.rglob("*") if suffix_of(f) in SUFFIXES), _NAMED)
             unread += [(str(file.relative_to(folder)), _DEEPER) for file in sorted(deeper)]
         elif path.name in DESCRIPTIONS:
@@ -377,12 +375,11 @@ def _read_folder(source: RowSource, path: Path, start: int, stop: int) -> Iterat
 
 @lru_cache(maxsize=1)
 def _items(path: Path, stamp: tuple[int, int]) -> list[Any]:
-    """All items of a JSON list; read once while it is the same."""
+    # Cached, since no reader can enter a list in the middle: each block would read it whole.
     return json_items(path)
 
 
 def _read_list(source: RowSource, path: Path, start: int, stop: int) -> Iterator[SourceRow]:
-    """Rows of a file of one list, which no reader can enter in the middle: it is read whole."""
     for index, item in enumerate(_items(path, source.stamp)[start:stop], start=start):
         place = f"{path.name}, item {index + 1}"
         if not isinstance(item, dict):
@@ -395,7 +392,6 @@ def _read_list(source: RowSource, path: Path, start: int, stop: int) -> Iterator
 
 
 def _lines(path: Path) -> tuple[list[tuple[int, int]], int, str]:
-    """Marks, number of rows and digest of a JSONL file."""
     marks, rows, offset = [], 0, 0
     digest = hashlib.sha256()
     with open_bytes(path) as file:
@@ -426,7 +422,7 @@ def _read_lines(source: RowSource, path: Path, start: int, stop: int) -> Iterato
 
 
 def _skip(file: IO[bytes], offset: int) -> None:
-    """Go to an offset of a file that is at its beginning; of some compressed ones, by reading."""
+    # Some compressed files cannot seek: their bytes are read up to the offset.
     if file.seekable():
         file.seek(offset)
     while not file.seekable() and offset > 0:
@@ -477,10 +473,10 @@ def _not_utf8(place: str, error: UnicodeDecodeError, column: str = "") -> DataEr
 
 
 def _object(line: str) -> Any:
-    """What a line of JSON says; the comma of a list without its brackets is no part of it."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
+        # The comma of a list without its brackets is no part of the row.
         if error.msg == "Extra data" and line[error.pos :].strip() == ",":
             return json.loads(line[: error.pos])
         raise
@@ -528,7 +524,6 @@ def _cells(path: Path) -> Iterator[tuple[int, dict[str, str] | DataError]]:
 
 
 def _require_one_of_each(path: Path, header: Sequence[str]) -> None:
-    """Refuse a table with two columns of one name, of which one would be lost."""
     if twice := [name for name in dict.fromkeys(header) if header.count(name) > 1]:
         raise DataError(
             "two columns of the table have one name",
@@ -559,7 +554,7 @@ def _read_parquet(source: RowSource, path: Path, start: int, stop: int) -> Itera
 
 
 def _as_text(value: Any) -> Any:
-    """The value with its bytes as text where they are UTF-8: older writers name no text so."""
+    # Older writers name no text so in Parquet: bytes that are UTF-8 are texts.
     if isinstance(value, dict):
         return {name: _as_text(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -572,7 +567,6 @@ def _as_text(value: Any) -> Any:
 
 @contextmanager
 def _parquet_file(path: Path) -> Iterator[Any]:
-    """An open Parquet file; whatever is wrong with it, also while it is read, names it."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from alphatoken.data.rows import KEEP_MARKS, Row
 from alphatoken.errors import ConfigError, DataError
 
-__all__ = ["Pools", "check_draw", "leak_keys", "split_pools"]
+__all__ = ["Pools", "about_pools", "check_draw", "leak_keys", "split_pools"]
 
 
 @dataclass(frozen=True)
@@ -146,16 +146,31 @@ def none_left(counts: Mapping[str, int], *, marked: bool = False) -> DataError:
     return DataError("no training row is left", got=", ".join(got), remedy=remedy)
 
 
+def about_pools(counts: Mapping[str, int], fisher_rows: str = "retention rows") -> list[str]:
+    """Sentences about rows removed to keep pools apart; ``fisher_rows`` is the Fisher's pool."""
+    removed = {
+        "removed_same_as_validation": "training rows repeat a validation row or prompt",
+        "removed_same_as_fisher": "training rows repeat a retention row or a prompt of the Fisher",
+        "fisher_removed_same_as_validation": f"{fisher_rows} repeat a validation row or prompt",
+    }
+    shared = "; --leak_key conversation keeps those that share the prompt alone"
+    return [
+        f"{counts[key]} {what} and were removed{shared * (counts[key] > counts['train'])}."
+        for key, what in removed.items()
+        if counts.get(key)
+    ]
+
+
 def _all_keys(rows: Sequence[Row]) -> set[str]:
     return {key for row in rows for key in leak_keys(row)}
 
 
+# Kind of drawn rows -> options that draw fewer.
 _FEWER = {
     "validation rows": "--validation_rows N for fewer, or --validation_file FILE",
     "Fisher prompts": "--fisher_prompts N for fewer (0 fits the Fisher on training prompts), or "
     "--fisher_data FILE",
 }
-"""Kind of drawn rows -> options that draw fewer."""
 
 
 def check_draw(count: int, rows: int, what: str) -> None:
@@ -173,7 +188,6 @@ def check_draw(count: int, rows: int, what: str) -> None:
 
 
 def _draw(rows: Sequence[Row], count: int, what: str, seed: int) -> tuple[list[Row], list[Row]]:
-    """A seeded draw and what it leaves, both in the order of the input."""
     check_draw(count, len(rows), what)
     chosen = set(random.Random(seed).sample(range(len(rows)), count))
     return (

@@ -179,7 +179,7 @@ def _functions(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _definitions(body: Sequence[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Functions of a module and methods of its classes, not what is defined inside a function."""
+    # What is defined inside a function is no row of its own.
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node

@@ -10,15 +10,15 @@ from typing import Any
 
 from alphatoken.errors import DataError, first_few
 
-__all__ = ["Columns", "Survey", "short"]
+__all__ = ["Columns", "Survey"]
 
 _log = logging.getLogger("alphatoken.data")
+# Forms of row that are named one by one.
 _FORMS = 4
-"""Forms of row that are named one by one."""
+# Files of a folder that are named one by one.
 _FILES = 20
-"""Files of a folder that are named one by one."""
+# Rows that are named of those that are left out for one reason.
 _PLACES = 3
-"""Rows that are named of those that are left out for one reason."""
 
 
 class Columns:
@@ -210,9 +210,3 @@ line (line 2)
         lost = self.unread or self.left or self.notes or self._unread_files
         if self.forms or lost:
             _log.log(logging.WARNING if lost else logging.INFO, "%s", self)
-
-
-def short(text: str, length: int = 80) -> str:
-    """One line of at most ``length`` characters, for a message."""
-    text = " ".join(text.split())
-    return text if len(text) <= length else text[: length - 3] + "..."

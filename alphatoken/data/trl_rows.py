@@ -1,4 +1,4 @@
-"""Rows of Python in the form that TRL reads, and what TRL would lose of them.
+"""Rows of Python in the form that TRL reads, texts or tokens, and what TRL would lose of them.
 
 TRL's own errors on other forms are bare, or it writes what a template makes of a list. What a
 command reads of such a row, a trainer reads too. TRL trains on whatever a chat template writes of
@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any
 
 from alphatoken.data.markers import bare, control_notes, is_filled, verbatim_note
-from alphatoken.data.marks import mark_of, require_learned, require_order
 from alphatoken.data.messages import (
     CHANGING,
     CHATS,
@@ -28,23 +27,33 @@ from alphatoken.data.messages import (
     content_of,
     is_answer,
     is_prompt,
+    mark_of,
     part_text,
+    require_learned,
+    require_order,
     role_of,
     texts_of,
     with_standard_names,
 )
 from alphatoken.data.pairs import WHOLE, pair_of
-from alphatoken.data.pieces import LEFT_OUT
-from alphatoken.data.plain import added_start
 from alphatoken.data.rows import Row, Turn
-from alphatoken.data.survey import Columns, Survey, short
-from alphatoken.data.template import messages_of
-from alphatoken.errors import DataError, InputError
+from alphatoken.data.survey import Columns, Survey
+from alphatoken.data.texts import LEFT_OUT, added_start, messages_of
+from alphatoken.errors import DataError, InputError, short
+from alphatoken.model.batch import IGNORE, weighs_tokens
 
-__all__ = ["check_row", "in_trls_form", "lost_of_messages", "other_meaning", "require_unmarked"]
+__all__ = [
+    "check_row",
+    "check_tokens",
+    "has_labels",
+    "in_trls_form",
+    "lost_of_messages",
+    "other_meaning",
+    "require_unmarked",
+]
 
+# Roles that TRL knows beside those of the commands.
 _TOOLS = {"tool", "function"}
-"""Roles that TRL knows beside those of the commands."""
 
 
 # --- TRL's form -----------------------------------------------------------------------------------
@@ -94,14 +103,12 @@ def in_trls_form(row: Mapping[str, Any], number: int, name: str) -> dict[str, An
 
 
 def _as_messages(value: Any, role: str) -> list[Any]:
-    """A text, a message or a list of messages as a list, by the names that TRL reads."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     return [_trl_message(message) for message in ([value] if isinstance(value, Mapping) else value)]
 
 
 def _trl_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message by the names that TRL reads; a content of text parts is one text."""
     changed = with_standard_names(message)
     if isinstance(changed.get("role"), str):
         changed["role"] = role_of(changed)
@@ -112,7 +119,6 @@ def _trl_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain_text(part: Any) -> bool:
-    """True for a part of a content that is a text, learned with the others."""
     if part_text(part) is None or mark_of(part):
         return False
     return not {name for name, value in part.items() if value} & {*CHANGING}
@@ -269,7 +275,6 @@ def lost_of_messages(row: Mapping[str, Any]) -> str:
 
 
 def _messages_of(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """All messages of a row."""
     columns = (row.get(column) for column in TRL_CHATS)
     return chain.from_iterable(value for value in columns if are_messages(value))
 
@@ -289,7 +294,7 @@ def _lost_field(texts: Mapping[str, Any], tokenizer: Any) -> str:
 def _fields_beside(
     texts: Mapping[str, Any],
 ) -> Iterator[tuple[str, list[dict[str, Any]], set[str]]]:
-    """Column, conversation and fields of its messages that say more than role and content."""
+    """Column, conversation, and fields of its messages beside role and content."""
     for column, before, messages in chats_of(texts):
         chat = [*before, *messages]
         fields = {k for one in chat for k, v in one.items() if v not in (None, "", [], {})}
@@ -323,7 +328,6 @@ def _lost_column(row: Mapping[str, Any], texts: Mapping[str, Any], tokenizer: An
 
 
 def _is_named(name: Any, template: str) -> bool:
-    """True if a template names a field or an argument."""
     return re.search(rf"\b{re.escape(str(name))}\b", template) is not None
 
 
@@ -346,12 +350,9 @@ def _text_of_chat(
 def _lost_text(
     texts: Mapping[str, Any], row: Mapping[str, Any], tokenizer: Any
 ) -> tuple[str, list[str]]:
-    """Text or thought of a response that the chat template does not write, or ""; and a note.
-
-    Of a response TRL learns every turn, whatever its role (``completion_mask`` is 1 from end to
-    end); of a whole chat the assistant's turns are the responses. What is left out beside them is
-    noted.
-    """
+    # Of a response TRL learns every turn, whatever its role (`completion_mask` is 1 from end to
+    # end); of a whole chat the assistant's turns are the responses. What is left out beside them is
+    # noted.
     notes = list[str]()
     for column, before, chat in chats_of(texts):
         text = _text_of_chat([*before, *chat], row, tokenizer)
@@ -391,7 +392,6 @@ def _fields_unnamed(texts: Mapping[str, Any], tokenizer: Any) -> Iterator[str]:
 
 
 def _notes(columns: Mapping[str, Any], tokenizer: Any) -> Iterator[str]:
-    """Notes on the texts of a row: control tokens in them, doubled ones, turns of the user."""
     responses_of = (chat for column, _, chat in chats_of(columns) if column in TRL_RESPONSES)
     if any(map(is_prompt, chain.from_iterable(responses_of))):
         yield WHOLE
@@ -413,3 +413,105 @@ def _notes(columns: Mapping[str, Any], tokenizer: Any) -> Iterator[str]:
     end = getattr(tokenizer, "eos_token", None) or ""
     if end and any(text.rstrip().endswith(end) and not text.endswith(end) for text in responses):
         yield f"a response ends with {end} and white space, and TRL puts another one behind it"
+
+
+# --- tokenised rows -------------------------------------------------------------------------------
+
+# What a trainer does not read of a tokenised row must say no more than its tokens and labels do: a
+# mask that agrees with the labels, positions that count from 0, padding after the last label. Any
+# other mask, weight or position would change what is learned, and the row is refused.
+
+# Columns that TRL makes labels of where a row has none; beside labels they say nothing.
+_MASKS = ("completion_mask", "assistant_masks")
+_BY_TOKEN = ("labels", "attention_mask", "position_ids", "token_type_ids", *_MASKS)
+
+
+def check_tokens(
+    row: Mapping[str, Any],
+    number: int,
+    *,
+    name: str,
+    read: Collection[str],
+    unread: Sequence[str],
+    survey: Survey,
+) -> dict[str, Any]:
+    """Refuse a tokenised row of which something would be lost; nothing of it is to be changed.
+
+    Arguments and errors are those of :func:`alphatoken.data.trl_rows.check_row`.
+    """
+    if lost := _lost_of_tokens(row, read):
+        raise InputError(
+            f"a {name} row would be learned otherwise than it says",
+            got=f"row {number}: {lost}",
+            why="given labels are taken as they are, and positions count from 0",
+            remedy="write -100 into 'labels' where nothing is to be learned; give one document "
+            "a row, without padding; drop columns that say something else",
+        )
+    of_row = {column: row.get(column) for column in unread}
+    of_row = {column: value for column, value in of_row.items() if not isinstance(value, list)}
+    rest = Columns(of_row, f"row {number}")
+    if name != "Fisher":
+        require_unmarked(rest, name)
+    survey.add(", ".join(sorted(read)), notes=[*rest.notes, *_token_notes(row, read)])
+    return {}
+
+
+def _lost_of_tokens(row: Mapping[str, Any], read: Collection[str]) -> str:
+    """Fault of a tokenised row: what the trainer would not read, or what is wrong; or ""."""
+    length = len(row["input_ids"])
+    own = {name: row[name] for name in _BY_TOKEN if row.get(name) is not None}
+    for name, value in row.items():  # other lists of numbers are of the tokens too
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (int, float)):
+            own[name] = value
+    for name, numbers in own.items():
+        if (name in _BY_TOKEN or weighs_tokens(name)) and len(numbers) != length:
+            return f"{name!r} has {len(numbers)} entries, 'input_ids' {length}"
+    for name, numbers in own.items():
+        if name not in read and (lost := _lost_of_column(name, numbers, row, read)):
+            return lost
+    return ""
+
+
+def _lost_of_column(
+    name: str, numbers: Sequence[Any], row: Mapping[str, Any], read: Collection[str]
+) -> str:
+    if name == "position_ids":
+        packed = row.get("seq_lengths") if "seq_lengths" in read else None
+        usual = [place for length in packed or [len(numbers)] for place in range(length)]
+        return "" if list(numbers) == usual else "'position_ids' do not count from 0"
+    if name == "seq_lengths" and len(numbers) > 1:
+        return f"'seq_lengths' packs {len(numbers)} documents, which would see each other"
+    padding = name == "attention_mask" and 0 in numbers
+    if not (padding or (weighs_tokens(name) and name not in _MASKS)):
+        return ""
+    weighs = [label != IGNORE for label in _labels(row, read)]
+    weighs[:1] = numbers[:1]  # nothing predicts the first token
+    if padding:
+        behind = list(numbers).index(0)
+        lost = any(weighs[behind:]) or any(numbers[behind:])
+        return "'attention_mask' is 0 before the last label" if lost else ""
+    return "" if list(numbers) == weighs else f"{name!r} says something else than the labels"
+
+
+def _token_notes(row: Mapping[str, Any], read: Collection[str]) -> list[str]:
+    pairs = zip(_labels(row, read), row["input_ids"], strict=True)
+    if all(label in (IGNORE, token) for label, token in pairs):
+        return []
+    return ["a label is another token than the one at its place (the loss itself shifts labels)"]
+
+
+def has_labels(row: Mapping[str, Any], read: Collection[str]) -> bool:
+    """True if a label of the row is predicted by something, or a collator is to make them."""
+    if row.get("labels") == []:  # a collator of the caller's own makes them
+        return True
+    return any(label != IGNORE for label in _labels(row, read)[1:])
+
+
+def _labels(row: Mapping[str, Any], read: Collection[str]) -> Sequence[int]:
+    """Labels of a tokenised row by TRL's rule: its own as they are, else by the masks, else all."""
+    labels: Sequence[int] | None = row.get("labels")
+    if labels is not None:
+        return labels
+    masks = [row[name] for name in _MASKS if name in read and row.get(name) is not None]
+    marked = zip(row["input_ids"], *masks, strict=False)
+    return [token if all(marks) else IGNORE for token, *marks in marked]

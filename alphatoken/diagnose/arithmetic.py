@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch import nn
 
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.own_values import Options, OwnValues, keep_shares, row_columns
+from alphatoken.diagnose.stability import Options
 from alphatoken.diagnose.statistics import (
     Estimate,
+    Numbers,
     bootstrap,
     kept,
     percent,
@@ -31,56 +32,38 @@ from alphatoken.diagnose.statistics import (
     spearman,
 )
 from alphatoken.diagnose.subject import Subject, conclude
-from alphatoken.diagnose.valuing import scorer_for
+from alphatoken.diagnose.valuing import OwnValues, keep_shares, row_columns, scorer_for
 from alphatoken.errors import CoverageError, NumericalError, UnsupportedError
 from alphatoken.select.masks import keep_count
 
-__all__ = ["Arithmetic", "Options", "changes", "diagnose", "redrawn_changes"]
+__all__ = ["Options", "changes", "diagnose", "redrawn_changes", "rounded"]
 
-Numbers = NDArray[np.float64]
+_FLOAT32 = "float32"
+_OTHERS = {
+    "TF32": (torch.float32, False, True),
+    "bfloat16 autocast": (torch.float32, True, False),
+    "bfloat16 weights": (torch.bfloat16, False, False),
+    "float16 weights": (torch.float16, False, False),
+}
+"""Name -> dtype of the weights; whether autocast is on, and whether float32 products are TF32."""
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """A dtype of the weights and a rounding of the products.
+@contextmanager
+def rounded(device: str, *, autocast: bool = False, tf32: bool = False) -> Iterator[None]:
+    """Set bfloat16 autocast and the precision of products inside; an exception restores them too.
 
-    Attributes:
-        name: what tables call it.
-        weights: dtype of the weights.
+    Args:
+        device: type of the device on which autocast is set.
         autocast: whether bfloat16 autocast rounds what is multiplied.
         tf32: whether the matrix products of float32 are TF32.
     """
-
-    name: str
-    weights: torch.dtype = torch.float32
-    autocast: bool = False
-    tf32: bool = False
-
-    def on(self, device: str, loaded: set[torch.dtype]) -> bool:
-        """Return whether it is tried; off CUDA float16 only if weights were loaded in it."""
-        return device == "cuda" or not (
-            self.tf32 or (self.weights == torch.float16 and torch.float16 not in loaded)
-        )
-
-    @contextmanager
-    def used(self, device: str) -> Iterator[None]:
-        """Set autocast and the precision of products inside; an exception restores them too."""
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-        try:
-            with torch.autocast(device, torch.bfloat16, enabled=self.autocast):
-                yield
-        finally:
-            torch.set_float32_matmul_precision(before)
-
-
-_FLOAT32 = Arithmetic("float32")
-_OTHERS = (
-    Arithmetic("TF32", tf32=True),
-    Arithmetic("bfloat16 autocast", autocast=True),
-    Arithmetic("bfloat16 weights", torch.bfloat16),
-    Arithmetic("float16 weights", torch.float16),
-)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -92,7 +75,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     """
     options = options or Options()
     device, loaded = subject.device.type, _dtypes(subject.model)
-    with _FLOAT32.used(device):
+    with rounded(device):
         base = OwnValues.of(subject.resized(model=_with_weights(subject.model, torch.float32)))
         columns = row_columns(base.subject, base.scorer, base.rows, base.validation)
     ratio, seed = subject.ratio, subject.seed
@@ -101,13 +84,14 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         np.mean, redrawn_changes(base.total, shares, ratio), groups=base.groups, seed=seed
     )
     values_by_arithmetic, refused = {_FLOAT32: base.total}, []
-    for one in (one for one in _OTHERS if one.on(device, loaded)):
+    for name in _tried(device, loaded):
         try:
-            values_by_arithmetic[one] = _values(base, subject.model, one)
+            values_by_arithmetic[name] = _values(base, subject.model, name)
         except (CoverageError, NumericalError, UnsupportedError) as problem:
-            refused.append(f"There are no values with {one.name}: {problem.what}.")
+            refused.append(f"There are no values with {name}: {problem.what}.")
     records = [
-        _record(base, one, values, redrawn, loaded) for one, values in values_by_arithmetic.items()
+        _record(base, name, values, redrawn, loaded)
+        for name, values in values_by_arithmetic.items()
     ]
     rows = len(base.validation)
     drawn = {"validation_rows": rows, "draws": options.resamples, "decisions_changed": redrawn}
@@ -124,6 +108,16 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         notes=[*base.notes, *_notes(device, loaded), *refused],
         settings=asdict(options),
     )
+
+
+def _tried(device: str, loaded: set[torch.dtype]) -> list[str]:
+    """All on CUDA; elsewhere there is no TF32, and float16 only if weights were loaded in it."""
+    return [
+        name
+        for name, (weights, _, tf32) in _OTHERS.items()
+        if device == "cuda"
+        or not (tf32 or (weights == torch.float16 and torch.float16 not in loaded))
+    ]
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -159,19 +153,16 @@ def redrawn_changes(truth: Numbers, keep_share: Numbers, ratio: float) -> Number
 
 
 def _record(
-    base: OwnValues,
-    one: Arithmetic,
-    values: Numbers,
-    redrawn: Estimate,
-    loaded: set[torch.dtype],
+    base: OwnValues, name: str, values: Numbers, redrawn: Estimate, loaded: set[torch.dtype]
 ) -> dict[str, Any]:
     """One arithmetic beside float32, whose own record has no verdict."""
     measures = changes(values, base.total, base.subject.ratio, base.groups, seed=base.subject.seed)
     changed = measures["decisions_changed"].value
-    good = None if one == _FLOAT32 else changed < redrawn.value or changed == 0
+    good = None if name == _FLOAT32 else changed < redrawn.value or changed == 0
+    weights, *products = _OTHERS.get(name, (torch.float32, False, False))
     return {
-        "arithmetic": one.name,
-        "yours": loaded == {one.weights} and not (one.autocast or one.tf32),
+        "arithmetic": name,
+        "yours": loaded == {weights} and not any(products),
         "good_enough": good,
         **measures,
     }
@@ -180,21 +171,23 @@ def _record(
 # --- values --------------------------------------------------------------------------------------
 
 
-def _values(base: OwnValues, original: nn.Module, one: Arithmetic) -> Numbers:
-    """(n,) values of the same tokens, finite; the reference weights are rounded as the others.
+def _values(base: OwnValues, original: nn.Module, name: str) -> Numbers:
+    """(n,) values of the same tokens, finite.
 
     Raises:
         CoverageError, NumericalError, UnsupportedError: the model has no values so.
     """
-    narrow = one.weights != torch.float32
-    model = _with_weights(original, one.weights) if narrow else base.model
+    weights, autocast, tf32 = _OTHERS[name]
+    narrow = weights != torch.float32
+    model = _with_weights(original, weights) if narrow else base.model
     retention = base.retention
     if retention is not None and narrow:
-        rounded = {name: weight.to(one.weights) for name, weight in retention.reference.items()}
-        retention = replace(retention, reference=rounded)
+        # Rounded as the model's own weights are, or their rounding would count as drift.
+        rounded_weights = {key: weight.to(weights) for key, weight in retention.reference.items()}
+        retention = replace(retention, reference=rounded_weights)
     scorer = scorer_for(base.subject, model=model, retention=retention, rows=base.validation)
-    with one.used(base.subject.device.type):
-        values = base.subject.score(scorer, base.rows, f"Values, {one.name}")["total"]
+    with rounded(base.subject.device.type, autocast=autocast, tf32=tf32):
+        values = base.subject.score(scorer, base.rows, f"Values, {name}")["total"]
     kept(values, base.subject.ratio)  # refuses what is not finite
     return values
 
@@ -204,10 +197,11 @@ def _dtypes(model: nn.Module) -> set[torch.dtype]:
 
 
 def _with_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model if its weights have this dtype, else a copy; buffers stay, as loading has them."""
+    """The model if its weights have this dtype, else a copy."""
     if _dtypes(model) == {dtype}:
         return model
     copied = copy.deepcopy(model)
+    # Buffers stay: loading in 16 bits leaves tables of angles as they are.
     for weight in copied.parameters():
         if weight.is_floating_point():
             weight.data = weight.data.to(dtype)
@@ -217,24 +211,24 @@ def _with_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 # --- tables, figure and words ---------------------------------------------------------------------
 
 
-def _tokens_table(base: OwnValues, values_by_arithmetic: Mapping[Arithmetic, Numbers]) -> Table:
+def _tokens_table(base: OwnValues, values_by_arithmetic: Mapping[str, Numbers]) -> Table:
     """One record a token and arithmetic."""
     ranks = {
-        one: np.argsort(np.argsort(-x, kind="stable")) + 1
-        for one, x in values_by_arithmetic.items()
+        name: np.argsort(np.argsort(-values, kind="stable")) + 1
+        for name, values in values_by_arithmetic.items()
     }
     records = [
         {
-            "arithmetic": one.name,
+            "arithmetic": name,
             "row": base.rows[int(row)].row.index,
             "position": int(base.values["position"][place]),
             "value in float32": float(base.total[place]),
             "value": float(values[place]),
             "rank in float32": int(ranks[_FLOAT32][place]),
-            "rank": int(ranks[one][place]),
+            "rank": int(ranks[name][place]),
         }
-        for one, values in values_by_arithmetic.items()
-        if one != _FLOAT32
+        for name, values in values_by_arithmetic.items()
+        if name != _FLOAT32
         for place, row in enumerate(base.groups)
     ]
     return Table.of("arithmetic-ranks", "Values and ranks of each token", records)
@@ -257,7 +251,6 @@ def _figure(tokens: Table, count: int) -> Figure:
 
 
 def _conclusion(records: Sequence[Mapping[str, Any]], redrawn: Estimate, rows: int) -> str:
-    """Which are good enough, with the share of decisions that each changes."""
     if not records:
         return "No arithmetic but float32 gives values of this model."
     good, bad = (

@@ -11,50 +11,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from alphatoken.diagnose.statistics import Numbers
 from alphatoken.diagnose.subject import gathered
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position, token_losses
-from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.forward import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.support.progress import Tracker
 
-__all__ = [
-    "clusters_of",
-    "entropy",
-    "head_states",
-    "picture_of",
-    "require_sklearn",
-]
+__all__ = ["clusters_of", "entropy", "head_states", "picture_of", "require_sklearn"]
 
-Numbers = NDArray[np.float64]
 _WIDEST = 50  # principal components that t-SNE is given: the usual number, and quick at any width
 
 
-def require_sklearn() -> Any:
-    """Import scikit-learn, or refuse.
+def require_sklearn() -> None:
+    """Refuse where scikit-learn cannot be imported.
 
     Raises:
         ConfigError: it is not installed.
     """
     try:
-        import sklearn
+        import sklearn  # noqa: F401
     except ImportError:
         raise ConfigError(
             "this diagnostic needs scikit-learn", remedy="pip install 'alphatoken[diagnose]'"
         ) from None
-    return sklearn
-
-
-def components_of(points: Numbers) -> Numbers:
-    """Directions (columns) of a cloud's principal components, the widest first.
-
-    The largest entry of a direction is positive, so that pictures do not flip between machines.
-    """
-    directions: Numbers = np.linalg.svd(points - points.mean(0), full_matrices=False)[2]
-    largest = np.abs(directions).argmax(1)
-    signs = np.sign(directions[np.arange(len(directions)), largest])
-    components: Numbers = (signs[:, None] * directions).T
-    return components
 
 
 def clusters_of(points: Numbers, clusters: int, seed: int) -> NDArray[np.int64]:
@@ -107,9 +88,13 @@ def picture_of(points: Numbers, *, seed: int) -> Numbers:
 
 
 def _comparable(points: Numbers) -> Numbers:
-    """The first components of the cloud, in units of its width: at least 2, at most 50."""
-    directions = components_of(points)
-    reduced: Numbers = (points - points.mean(0)) @ directions[:, :_WIDEST]
+    """The first principal components of the cloud, in units of its width: 2 to 50."""
+    centred = points - points.mean(0)
+    directions: Numbers = np.linalg.svd(centred, full_matrices=False)[2]
+    # The largest entry of a direction is positive: pictures do not flip between machines.
+    largest = np.abs(directions).argmax(1)
+    directions = np.sign(directions[np.arange(len(directions)), largest])[:, None] * directions
+    reduced: Numbers = centred @ directions.T[:, :_WIDEST]
     if reduced.shape[1] < 2:
         reduced = np.pad(reduced, ((0, 0), (0, 2 - reduced.shape[1])))
     width = float(reduced.std())
@@ -129,10 +114,12 @@ def states_of(adapter: DecoderAdapter, batch: LabelledBatch) -> tuple[Tensor, Te
     """
     blocks = adapter.layers()
     inside = {module for block in blocks for module in block.modules()}
+    leaves = [m for m in adapter.model.modules() if m not in inside and not any(m.children())]
     last: list[Tensor] = []
     heads: list[tuple[Tensor, int]] = []
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        # Replaced, not added: a block that is used at two depths leaves twice.
         last[:] = [output if isinstance(output, Tensor) else output[0]]
 
     def outside(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -140,7 +127,6 @@ def states_of(adapter: DecoderAdapter, batch: LabelledBatch) -> tuple[Tensor, Te
         if isinstance(entry, Tensor) and isinstance(output, Tensor) and entry.dim() == 3:
             heads.append((entry, output.shape[-1]))
 
-    leaves = [m for m in adapter.model.modules() if m not in inside and not any(m.children())]
     handles = [blocks[-1].register_forward_hook(leave)]
     handles += [module.register_forward_hook(outside) for module in leaves]
     try:

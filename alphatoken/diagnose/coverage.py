@@ -14,24 +14,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from alphatoken.config import ESTIMATORS, WALK
 from alphatoken.data import Example
-from alphatoken.diagnose import statistics
+from alphatoken.diagnose import CheckedOptions, statistics
 from alphatoken.diagnose.clouds import clusters_of, entropy, head_states, picture_of
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
-from alphatoken.diagnose.options import CheckedOptions
-from alphatoken.diagnose.statistics import FEWEST
+from alphatoken.diagnose.statistics import FEWEST, Numbers
 from alphatoken.diagnose.stepping import draw
 from alphatoken.diagnose.subject import Subject, conclude, places_of
 from alphatoken.diagnose.valuing import retention_term, scorer_for
 from alphatoken.errors import ConfigError
-from alphatoken.estimate.names import ESTIMATORS, WALK
 from alphatoken.select.masks import keep_count
 from alphatoken.support.options import option
 
 __all__ = ["POLICIES", "Options", "band_of", "diagnose"]
 
-Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.int64]
 
@@ -55,7 +53,7 @@ class Options(CheckedOptions):
     draws: int = option(200, "number of random selections to compare with", at_least=20)
 
     def __post_init__(self) -> None:
-        """Check every option."""
+        """Check that each policy is named once, too."""
         super().__post_init__()
         if not self.policies:
             raise ConfigError("there is no policy to show", got="none")
@@ -80,13 +78,15 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     where = places_of(rows)
     belongs = where[:, 0]
     labels = clusters_of(states, options.clusters, subject.seed)
+    count = int(labels.max()) + 1
     kept = {
         name: statistics.kept(_ranking(subject, rows, losses, name), subject.ratio)
         for name in options.policies
     }
+    # Another seed than that of the policy "random", whose choice is compared with the band.
     band = band_of(labels, keep_count(subject.ratio, len(belongs)), options.draws, subject.seed + 1)
-    even = {name: entropy(labels[mask], _count(labels)) for name, mask in kept.items()}
-    # What the picture is fitted on: the tokens that at least one policy keeps.
+    even = {name: entropy(labels[mask], count) for name, mask in kept.items()}
+    # As in the paper, the picture is fitted on the tokens that at least one policy keeps.
     union = np.flatnonzero(np.logical_or.reduce([*kept.values()])).astype(np.int64)
     drawn = union[draw(len(union), options.points, subject.seed)]
     places = picture_of(states[drawn], seed=subject.seed)
@@ -94,34 +94,27 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         "coverage",
         subject,
         _conclusion(even, band),
-        [_entropy_table(even, band, entropy(labels, _count(labels)))],
+        [_entropy_table(even, band, entropy(labels, count))],
         [_map(rows, where, labels, losses, kept, drawn, places)],
         valued=rows,
         notes=_notes(subject, place, len(losses), len(union), len(drawn)),
         settings={
             "policies": ", ".join(options.policies),
-            "clusters": _count(labels),
+            "clusters": count,
             "random selections": options.draws,
         },
     )
 
 
-def _count(labels: Indices) -> int:
-    return int(labels.max()) + 1
-
-
 def band_of(labels: Indices, kept: int, draws: int, seed: int) -> tuple[float, float]:
     """Band of 95 % of the entropies of ``draws`` random selections of ``kept`` tokens."""
-    generator = np.random.default_rng(seed)
-    entropies = [
-        entropy(generator.permutation(labels)[:kept], _count(labels)) for _ in range(draws)
-    ]
+    generator, count = np.random.default_rng(seed), int(labels.max()) + 1
+    entropies = [entropy(generator.permutation(labels)[:kept], count) for _ in range(draws)]
     low, high = np.nanquantile(entropies, [0.025, 0.975])
     return float(low), float(high)
 
 
 def _ranking(subject: Subject, rows: Sequence[Example], losses: Numbers, policy: str) -> Numbers:
-    """Scores by which a policy ranks; the highest is kept."""
     if policy == "random":
         return np.random.default_rng(subject.seed).random(len(losses))
     if policy in POLICIES:
@@ -131,16 +124,8 @@ def _ranking(subject: Subject, rows: Sequence[Example], losses: Numbers, policy:
 
 
 def _entropy_table(even: Mapping[str, float], band: tuple[float, float], whole: float) -> Table:
-    records = [
-        {
-            "policy": name,
-            "entropy": evenness,
-            "random_low": band[0],
-            "random_high": band[1],
-            "all_candidates": whole,
-        }
-        for name, evenness in even.items()
-    ]
+    shared = {"random_low": band[0], "random_high": band[1], "all_candidates": whole}
+    records = [{"policy": name, "entropy": evenness, **shared} for name, evenness in even.items()]
     return Table.of(
         "coverage-entropy",
         "How evenly the kept tokens cover the clusters of contexts",
@@ -184,11 +169,7 @@ def _map(
     )
 
 
-# --- words --------------------------------------------------------------------------------------
-
-
 def _conclusion(even: Mapping[str, float], band: tuple[float, float]) -> str:
-    """Evenness of the tokens that the first policy keeps, beside random selections."""
     name = next((name for name in even if name != "random"), "random")
     evenness, (low, high) = even[name], band
     how = "as even as"
@@ -204,9 +185,8 @@ def _notes(subject: Subject, place: str, tokens: int, union: int, drawn: int) ->
     notes = [
         f"A token's embedding is {place} at the position that predicts it: its context, "
         "not the token itself.",
-        f"The picture is fitted on tokens that some policy keeps, {union} of "
-        f"{tokens}; it shows {drawn} of these. t-SNE keeps neighbourhoods, not "
-        "distances.",
+        f"The picture is fitted on tokens that some policy keeps, {union} of {tokens}; it shows "
+        f"{drawn} of these. t-SNE keeps neighbourhoods, not distances.",
     ]
     if retention_term(subject) is None:
         notes.append(

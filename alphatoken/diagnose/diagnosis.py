@@ -1,4 +1,4 @@
-"""The result of a diagnostic, with conclusion, tables and figures, and the files it becomes."""
+"""The result of a diagnostic: conclusion, tables and figures, its files, and its part of a page."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import DataError
+from alphatoken.score import page
 from alphatoken.support.storage import write_text
 
-__all__ = ["Cell", "Diagnosis", "Drawing", "Table"]
+__all__ = ["LEAD", "MOST_ROWS", "Cell", "Diagnosis", "Drawing", "Table", "section_of"]
 
 Cell = str | int | float | bool | None
 _FILE = "diagnosis.json"
+_ENDS = ("low", "high", "n")
+"""After the name of an estimate: the columns of its interval and its count."""
+
+MOST_ROWS = 200
+"""Rows of a table that the page shows; its file has all of them."""
+
+LEAD = (
+    "Each answers one question about the values on this model and these rows. A number in brackets "
+    "is a 95\u00a0% interval over rows drawn again and again; with few rows it is over single "
+    "tokens and too narrow, as a note says."
+)
 
 
 @dataclass(frozen=True)
@@ -64,15 +76,17 @@ class Table:
     def estimate(self, row: int, name: str) -> Estimate:
         """The estimate in column ``NAME`` and the three columns that belong to it."""
         record: dict[str, Any] = self.records()[row]
-        value, low, high = (
-            math.nan if cell is None else float(cell)
-            for cell in (record[name], record[f"{name}_low"], record[f"{name}_high"])
-        )
-        return Estimate(value, low, high, int(record[f"{name}_n"]))
+        *numbers, count = (record[part] for part in (name, *_parts(name)))
+        value, low, high = (math.nan if cell is None else float(cell) for cell in numbers)
+        return Estimate(value, low, high, int(count))
 
     def records(self) -> list[dict[str, Cell]]:
         """One mapping a row."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    return tuple(f"{name}_{end}" for end in _ENDS)
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Cell]:
@@ -80,7 +94,7 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Cell]:
     for name, cell in record.items():
         if isinstance(cell, Estimate):
             cells[name] = cell.value
-            cells |= {f"{name}_low": cell.low, f"{name}_high": cell.high, f"{name}_n": cell.count}
+            cells |= zip(_parts(name), (cell.low, cell.high, cell.count), strict=True)
         else:
             cells[name] = cell
     return cells
@@ -157,6 +171,7 @@ class Diagnosis:
             write_text(folder / f"{table.key}.csv", table.csv())
         for figure in self.figures:
             write_text(folder / f"{figure.key}.svg", figure.svg)
+        # Last: a folder that has this file is whole, also after a killed process.
         write_text(folder / _FILE, self._json())
 
     def _json(self) -> str:
@@ -164,6 +179,7 @@ class Diagnosis:
         for figure in record["figures"]:
             del figure["svg"]  # has a file of its own
         for table in (*record["tables"], *(figure["data"] for figure in record["figures"])):
+            # JSON has no NaN; what is not finite is shown and read as a missing number.
             table["rows"] = [[_finite(cell) for cell in row] for row in table["rows"]]
         return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False, default=str)
 
@@ -203,3 +219,74 @@ def _finite(cell: Cell) -> Cell:
 def _read_table(record: Mapping[str, Any]) -> Table:
     rows = tuple(map(tuple, record["rows"]))
     return Table(**{**record, "columns": tuple(record["columns"]), "rows": rows})
+
+
+# --- on a page -----------------------------------------------------------------------------------
+
+
+def section_of(
+    name: str,
+    question: str,
+    diagnosis: Diagnosis | None,
+    *,
+    failure: str = "",
+    shared: Mapping[str, object] | None = None,
+) -> page.Section:
+    """A diagnostic as a page shows it.
+
+    Args:
+        name: of the diagnostic; also its anchor.
+        question: what it answers.
+        diagnosis: if it has run; None otherwise.
+        failure: why it could not run, or "".
+        shared: settings that stand at the end of the page, and are left out here.
+    """
+    anchor, spoken = page.anchor_of(name), name.replace("-", " ").capitalize()
+    if diagnosis is None:
+        state = f"Could not run: {failure}" if failure else "Not run yet."
+        return page.Section(anchor, question, spoken, state)
+    return page.Section(
+        anchor,
+        question,
+        spoken,
+        verdict=diagnosis.conclusion,
+        pictures=[
+            page.Picture(
+                page.anchor_of(f"{name}-{figure.key}-figure"),
+                figure.title,
+                figure.caption,
+                figure.svg,
+                alt=figure.alt,
+            )
+            for figure in diagnosis.figures
+        ],
+        tables=[
+            page.ShownTable(
+                page.anchor_of(f"{name}-{table.key}"),
+                table.title,
+                list(_columns(table)),
+                table.note,
+                left_out=max(0, len(table.rows) - MOST_ROWS),
+            )
+            for table in diagnosis.tables
+        ],
+        notes=diagnosis.notes,
+        settings={k: v for k, v in diagnosis.settings.items() if (shared or {}).get(k) != v},
+    )
+
+
+def _columns(table: Table) -> Iterator[page.Column]:
+    rows = table.rows[:MOST_ROWS]
+    cells = {name: [row[place] for row in rows] for place, name in enumerate(table.columns)}
+    estimates = [name for name in cells if cells.keys() >= {*_parts(name)}]
+    # The four columns of an estimate are shown as one, ``value [low, high]``.
+    inside = {part for name in estimates for part in _parts(name)}
+    for name, own in cells.items():
+        heading = name.replace("_", " ")
+        if name in estimates:
+            ends = (cells[part] for part in _parts(name)[:2])
+            yield page.Column(heading, [page.interval(*x) for x in zip(own, *ends, strict=True)])
+        elif name not in inside:
+            words = any(isinstance(cell, (str, bool)) for cell in own)
+            shown = [page.cell_text(cell) for cell in own]
+            yield page.Column(heading, shown, "words" if words else "number")

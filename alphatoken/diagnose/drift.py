@@ -15,22 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
 from alphatoken.data import Example
+from alphatoken.diagnose import CheckedOptions
 from alphatoken.diagnose.clouds import head_states, picture_of
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
-from alphatoken.diagnose.options import CheckedOptions
-from alphatoken.diagnose.statistics import FEWEST, bootstrap
+from alphatoken.diagnose.statistics import FEWEST, Numbers, bootstrap
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.options import option
 
 __all__ = ["BEFORE", "Options", "diagnose", "laid_out", "relative_shift", "set_record"]
 
-Numbers = NDArray[np.float64]
 Columns = Mapping[str, Numbers]
 """States and losses of probes, as ``head_states`` names them."""
 BEFORE = "before"
@@ -45,13 +43,10 @@ class Options(CheckedOptions):
     label: str = option("after", "name of the model beside others (--beside)")
 
     def __post_init__(self) -> None:
-        """Check every option."""
+        """Check that the label is another name than that of the model before, too."""
         super().__post_init__()
         if not self.label or self.label == BEFORE:
             raise ConfigError("label must tell the model from the one before", got=self.label)
-
-
-# --- measures ------------------------------------------------------------------------------------
 
 
 def relative_shift(before: Numbers, after: Numbers) -> Numbers:
@@ -77,9 +72,6 @@ def set_record(before: Columns, after: Columns, tokens: Numbers) -> dict[str, An
         "loss_after": bootstrap(_per_token, after["losses"], tokens, what="probes"),
         "loss_change": bootstrap(_per_token, change, tokens, what="probes"),
     }
-
-
-# --- the diagnostic ------------------------------------------------------------------------------
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -129,17 +121,14 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 def _models(
     subject: Subject, options: Options
 ) -> tuple[nn.Module, dict[str, Callable[[], nn.Module]], str]:
-    """The model before, how to get each one after, by name, and where they come from.
-
-    Others are loaded one at a time. A single model with others beside it is the one before; one
-    that stands alone has a copy fine-tuned.
-    """
+    """The model before, how to get each one after, by name, and where they come from."""
     if duplicates := {options.label, BEFORE} & set(subject.beside):
         raise ConfigError(
             "two models have one name",
             got=", ".join(sorted(duplicates)),
             remedy="--beside NAME=MODEL with other names, or --label NAME",
         )
+    # A single model with others beside it is the one before; alone, it has a copy fine-tuned.
     if subject.beside and subject.reference is None:
         return subject.model, dict(subject.beside), "Before: the model given."
     before, after, origin = subject.before_and_after()
@@ -149,7 +138,6 @@ def _models(
 def _pooled(
     subject: Subject, model: nn.Module, name: str, probes: Mapping[str, Sequence[Example]]
 ) -> tuple[dict[str, Columns], str]:
-    """States of one model on every set, and their place; refuses those that are not finite."""
     states: dict[str, Columns] = {}
     place = ""
     for one, rows in probes.items():
@@ -175,7 +163,6 @@ def laid_out(clouds: Mapping[str, Numbers], *, seed: int) -> dict[str, Numbers]:
 
 
 def _map(places: Mapping[str, Mapping[str, Numbers]]) -> Figure:
-    """Places in the picture: set -> model -> (n, 2), the model before first."""
     records = [
         {"set": name, "model": model, "probe": probe, "x": float(x), "y": float(y)}
         for name, clouds in places.items()
@@ -198,16 +185,12 @@ def _map(places: Mapping[str, Mapping[str, Numbers]]) -> Figure:
     )
 
 
-# --- words ---------------------------------------------------------------------------------------
-
-
 def _conclusion(sets: Table) -> str:
-    """The set and model that moved most."""
-    moved = [(sets.estimate(i, "relative_shift"), one) for i, one in enumerate(sets.records())]
-    moved = [one for one in moved if one[0].defined]
-    if not moved:
+    shifts = [(sets.estimate(i, "relative_shift"), one) for i, one in enumerate(sets.records())]
+    shifts = [(shift, record) for shift, record in shifts if shift.defined]
+    if not shifts:
         return "How far states moved is not defined."
-    shift, record = max(moved, key=lambda one: one[0].value)
+    shift, record = max(shifts, key=lambda pair: pair[0].value)
     return (
         f"Most moved: {record['set']} ({record['model']}), a probe by {shift} lengths of its mean "
         "state."

@@ -1,4 +1,4 @@
-"""Diagnostic ``estimators``: every estimator against exact values, at its price.
+"""Diagnostic ``estimators``: every estimator against exact values, at its price in FLOPs.
 
 The reference is the *label value over all trainable parameters* of every sampled token, which is
 the first-order utility of a plain gradient step. Its own distance from the *oracle*, which sends
@@ -8,24 +8,29 @@ validation side alone, P = 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
+from alphatoken.config import WALK
 from alphatoken.data import Example
-from alphatoken.diagnose.cost import direction_flops, step_flops, values_flops
+from alphatoken.diagnose import CheckedOptions
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.options import CheckedOptions
-from alphatoken.diagnose.statistics import agreement
-from alphatoken.diagnose.stepping import draw_short, inner_products, token_gradients
+from alphatoken.diagnose.statistics import Numbers, agreement
+from alphatoken.diagnose.stepping import draw_short, token_gradients
 from alphatoken.diagnose.subject import Subject, conclude, places_of
 from alphatoken.diagnose.valuing import (
     WINDOWED,
-    Numbers,
     Setting,
     depths_of,
     full_gradient,
@@ -33,12 +38,17 @@ from alphatoken.diagnose.valuing import (
     scorer_for,
     supported,
 )
-from alphatoken.estimate.names import WALK
+from alphatoken.direction.gradients import gradient_of
+from alphatoken.direction.objective import scoring_forward
 from alphatoken.estimate.proofs import CoverageReport
+from alphatoken.model.batch import read_batch, token_losses
+from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import resolve_layers
+from alphatoken.scorer import Scorer
 from alphatoken.support.options import option
+from alphatoken.support.precision import blocks
 
-__all__ = ["Options", "diagnose"]
+__all__ = ["Options", "diagnose", "direction_flops", "flops", "step_flops", "values_flops"]
 
 _FEWEST = 24
 _PRICED = 8  # most rows of the batch that is priced
@@ -59,12 +69,12 @@ class Options(CheckedOptions):
 
 
 def _settings(
-    subject: Subject, options: Options, estimators: Sequence[str]
+    subject: Subject, options: Options, estimators: Sequence[str], exact: Setting
 ) -> tuple[Setting, list[Setting]]:
     """The user's own setting, and those to compare by depth."""
-    config, depth = subject.config, len(subject.adapter.layers())
-    every, layers = tuple(range(depth)), resolve_layers(subject.adapter, config.layers)
-    chosen = depths_of(options.layers, depth, len(layers))
+    config = subject.config
+    layers = resolve_layers(subject.adapter, config.layers)
+    chosen = depths_of(options.layers, len(exact.layers), len(layers))
     scopes = list(dict.fromkeys([*(resolve_layers(subject.adapter, k) for k in chosen), layers]))
 
     def setting(estimator: str, scope: tuple[int, ...]) -> Setting:
@@ -72,13 +82,8 @@ def _settings(
 
     by_depth = [setting(e, scope) for e in estimators for scope in scopes]
     if config.estimator == "label" and config.parameters == "all":
-        return _exact(every), by_depth
+        return exact, by_depth
     return setting(config.estimator, layers), by_depth
-
-
-def _exact(layers: tuple[int, ...]) -> Setting:
-    """Label values over all trainable parameters of a model with these layers."""
-    return Setting("label", layers, None, everything=True)
 
 
 # --- against the exact value ----------------------------------------------------------------------
@@ -95,17 +100,79 @@ def _oracle(
     tracker = subject.tracker("Tokens one by one", len(places))
     tokens = [(int(row), int(position)) for row, position in where[places]]
     gradients = token_gradients(subject.adapter, rows, tokens, named, subject.device)
-    terms = inner_products(gradients, direction, tracker.report)
+    products: list[list[float]] = []
+    for gradient in gradients:
+        # One gradient beside M at a time, and no float64 copy of either beyond a block of numbers.
+        products.append(
+            [
+                sum(float(x.double() @ y.double()) for x, y in blocks(gradient[name], m))
+                for name, m in direction.items()
+            ]
+        )
+        del gradient  # before the next one is computed
+        tracker.report(len(products))
+    terms = np.array(products)
     scale = float(np.abs(terms).sum(1).max())
-    away = float(np.abs(exact[places] - terms.sum(1)).max())
+    distance = float(np.abs(exact[places] - terms.sum(1)).max()) / (scale or 1.0)
     return (
         f"The exact value was checked on {len(places)} tokens by the per-token oracle, drawn at "
         f"random from rows of at most {longest} positions (each costs a backward through its row): "
-        f"largest distance {away / (scale or 1.0):.1e} of the largest sum of absolute terms."
+        f"largest distance {distance:.1e} of the largest sum of absolute terms."
     )
 
 
 # --- cost ----------------------------------------------------------------------------------------
+
+
+_AT = torch.ops.aten
+# torch counts the attention kernels of accelerators; the CPU's is the same product.
+_CPU_ATTENTION: dict[Any, Any] = {
+    _AT._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: int(
+        sdpa_flop_count(query, key, value)
+    ),
+    _AT._scaled_dot_product_flash_attention_for_cpu_backward: lambda error, q, k, v, *_, **__: int(
+        sdpa_backward_flop_count(error, q, k, v)
+    ),
+}
+
+
+def flops(work: Callable[[], object]) -> float:
+    """FLOPs of matrix products and attention kernels of one call, as torch counts them."""
+    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+        work()
+    return float(counter.get_total_flops())
+
+
+def values_flops(scorer: Scorer, batch: Mapping[str, Tensor]) -> float:
+    """FLOPs of the values of an observed forward, without the forward, M and the proofs."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    with torch.enable_grad(), scorer.observe() as observed:
+        logits = scorer.adapter.forward(inputs)
+        observed.values(logits, batch["labels"])
+        return flops(lambda: observed.values(logits, batch["labels"]))
+
+
+def direction_flops(scorer: Scorer) -> float:
+    """FLOPs of building M anew, both sides, in projected form."""
+
+    def build() -> None:
+        scorer.refresh()
+        _ = scorer.direction
+
+    return flops(build)
+
+
+def step_flops(adapter: DecoderAdapter, batch: Mapping[str, Tensor]) -> float:
+    """FLOPs of forward and backward as a trainer runs them; no ``.grad`` is touched."""
+    checked = read_batch(batch, max_length=adapter.max_positions())
+    trained = [p for p in adapter.model.parameters() if p.requires_grad]
+
+    def step() -> None:
+        with scoring_forward(adapter, None):
+            losses = token_losses(adapter.forward(checked.inputs), checked.labels)
+            gradient_of(losses.sum(), trained)
+
+    return flops(step)
 
 
 def _costs(
@@ -128,6 +195,8 @@ def _costs(
     direction_costs: dict[Any, float] = {}
     for number, setting in enumerate(settings):
         config, place = setting.config(subject.config), (setting.layers, setting.everything)
+        # M costs the same with each estimator of these layers: it is priced once, and afterwards
+        # one row makes a direction for the values.
         validation = subject.validation[: 1 if place in direction_costs else count]
         scorer = scorer_for(subject, rows=validation, config=config)
         scorer.estimator.proofs.take(proved[setting.estimator])
@@ -152,9 +221,9 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     rows = subject.sample()
     subject.require_tokens(rows, _FEWEST, "rank correlations of fewer tokens are noise")
     every = tuple(range(len(subject.adapter.layers())))
+    exact = Setting("label", every, everything=True)
     proved, refused = supported(subject, every, rows)
-    own, by_depth = _settings(subject, options, list(proved))
-    exact = _exact(every)
+    own, by_depth = _settings(subject, options, list(proved), exact)
     direction = full_gradient(subject)
     settings = [s for s in dict.fromkeys([*by_depth, own, exact]) if s.estimator in proved]
     readings = read(subject, rows, direction, settings)

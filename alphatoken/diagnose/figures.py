@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import stats
 
 from alphatoken.diagnose.diagnosis import Drawing, Table
+from alphatoken.diagnose.statistics import Numbers
 from alphatoken.errors import require_choice
-from alphatoken.score.drawing import COLOURS, DASHES, MARKERS, SEQUENTIAL, canvas, svg_text
+from alphatoken.score.page import COLOURS, DASHES, MARKERS, SEQUENTIAL, canvas, svg_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Figure", "Guide", "density_of", "draw", "ellipse_of"]
 
-Numbers = NDArray[np.float64]
 Record = Mapping[str, Any]
 
 _INK = "#3c3c3c"  # of what belongs to no series
@@ -117,9 +116,8 @@ def draw(figure: Figure) -> Drawing:
             _KINDS[figure.kind](axes, figure, records)
         for axes in every[len(panels) :]:
             axes.set_visible(False)
-        _legend(picture, every)
+        names = ", ".join(_legend(picture, every))
         x, y = _axis_labels(figure)
-        names = ", ".join(dict.fromkeys(label for axes in every for label in _labels(axes)))
         alt = f"{figure.title}: {y} against {x}" + (f" ({names})" if names else "")
         return Drawing(
             figure.key, figure.title, figure.caption, figure.table, svg_text(picture), alt
@@ -154,7 +152,6 @@ def _size(
 
 
 def _axis_labels(figure: Figure) -> tuple[str, str]:
-    """The names of x and y."""
     x, y = figure.x.replace("_", " "), figure.y.replace("_", " ")
     return figure.xlabel or x, figure.ylabel or y
 
@@ -166,20 +163,18 @@ def _names(records: Sequence[Record], column: str) -> list[str]:
     return list(dict.fromkeys(map(str, cells))) if worded else []
 
 
-def _labels(axes: Axes) -> list[str]:
-    return list(axes.get_legend_handles_labels()[1])
-
-
-def _legend(picture: Canvas, every: Sequence[Axes]) -> None:
-    """Each label once; as many columns as its longest entry leaves room for."""
+def _legend(picture: Canvas, every: Sequence[Axes]) -> list[str]:
+    """Draw each label once, and return them."""
     pairs = [axes.get_legend_handles_labels() for axes in every]
     named = {label: one for ones, labels in pairs for one, label in zip(ones, labels, strict=True)}
     if named:
+        # As many columns as the longest label leaves room for.
         columns = int(picture.get_figwidth() / (0.6 + 0.065 * max(map(len, named))))
         picture.legend(
             named.values(), named.keys(), loc="outside lower center", frameon=False, fontsize=8,
             ncols=max(1, min(columns, len(named))),
         )  # fmt: skip
+    return list(named)
 
 
 # --- marks with intervals -------------------------------------------------------------------------
@@ -190,12 +185,13 @@ def _series(figure: Figure, records: Sequence[Record]) -> list[tuple[str, int, l
     if not figure.series:
         return [("", 0, [*records])]
     series = []
+    # Of the whole table: an entry has the same colour in panels that lack others.
     entries = dict.fromkeys(record[figure.series] for record in figure.table.records())
     for place, entry in enumerate(entries):
         own = [record for record in records if record[figure.series] == entry]
-        said = f"{entry:g}" if isinstance(entry, float) else str(entry)
         if own:
-            series.append((said, place % len(COLOURS), own))
+            label = f"{entry:g}" if isinstance(entry, float) else str(entry)
+            series.append((label, place % len(COLOURS), own))
     return series
 
 
@@ -216,7 +212,6 @@ def _places(
 
 
 def _draw_marks(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
-    """Bars, lines and scatter."""
     names = [_names(records, column) for column in (figure.x, figure.y)]
     _draw_band(axes, figure, records)
     every = _series(figure, records)
@@ -224,9 +219,8 @@ def _draw_marks(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
     for place, (label, look, own) in enumerate(every):
         x, x_bars = _places(own, figure.x, names[0])
         y, y_bars = _places(own, figure.y, names[1])
-        if (
-            figure.kind == "bars" and crowded
-        ):  # marks of one name stand apart, so that no bar hides another
+        if figure.kind == "bars" and crowded:
+            # Marks of one name stand apart, so that no bar hides another.
             apart = 0.6 * (place - (len(every) - 1) / 2) / len(every)
             x, y = (x, y + apart) if names[1] else (x + apart, y)
         style: dict[str, Any] = {
@@ -240,7 +234,6 @@ def _draw_marks(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
 
 
 def _draw_band(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
-    """Draw the band of the first series, along x."""
     if figure.band:
         *_, first = _series(figure, records)[0]
         ends = (figure.x, f"{figure.band}_low", f"{figure.band}_high")
@@ -249,7 +242,6 @@ def _draw_band(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
 
 
 def _finish_axes(axes: Axes, figure: Figure, names: Sequence[Sequence[str]]) -> None:
-    """Scales, limits, guides, names and labels."""
     for axis, label, scale, limits, words in zip(
         "xy", _axis_labels(figure), figure.scales, figure.limits, names, strict=True
     ):
@@ -257,8 +249,8 @@ def _finish_axes(axes: Axes, figure: Figure, names: Sequence[Sequence[str]]) -> 
         if limits is not None:
             getattr(axes, f"set_{axis}lim")(*limits)
     if names[1]:
-        said = [name.replace("_", " ") for name in names[1]]
-        axes.set_yticks(range(len(said)), said, fontsize=8)
+        words = [name.replace("_", " ") for name in names[1]]
+        axes.set_yticks(range(len(words)), words, fontsize=8)
         axes.set_ylim(len(names[1]) - 0.5, -0.5)
     if names[0]:
         _name_columns(axes, names[0])
@@ -351,7 +343,8 @@ def ellipse_of(points: Numbers, share: float = 0.95) -> Numbers:
     angles = np.linspace(0.0, 2 * math.pi, 100)
     circle = np.stack([np.cos(angles), np.sin(angles)])
     sizes, directions = np.linalg.eigh(np.cov(points.T))
-    radii = np.sqrt(np.maximum(sizes, 0.0) * -2 * math.log(1 - share))  # quantile of chi^2_2
+    # The quantile of chi^2_2 in closed form; rounding makes the smaller size of a line negative.
+    radii = np.sqrt(np.maximum(sizes, 0.0) * -2 * math.log(1 - share))
     outline: Numbers = points.mean(0) + (directions @ (radii[:, None] * circle)).T
     return outline
 

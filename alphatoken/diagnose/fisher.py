@@ -22,15 +22,15 @@ from scipy import stats
 from torch import Tensor, nn
 
 from alphatoken.data import Example
+from alphatoken.diagnose import CheckedOptions
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
-from alphatoken.diagnose.options import CheckedOptions
 from alphatoken.diagnose.statistics import FEWEST, Estimate, agreement, bootstrap, top_overlap
 from alphatoken.diagnose.subject import Subject, conclude, places_of, require_first_order
 from alphatoken.diagnose.valuing import values_along
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import CoverageError, InputError
-from alphatoken.model.parameter_choice import ParameterChoice
+from alphatoken.model.choice import ParameterChoice
 from alphatoken.scorer import Scorer
 from alphatoken.select.masks import keep_count
 from alphatoken.support.options import option
@@ -62,61 +62,44 @@ def random_overlap(tokens: int, ratio: float) -> Estimate:
     return Estimate(kept / tokens, float(low) / kept, float(high) / kept, tokens)
 
 
-# --- directions ------------------------------------------------------------------------------
-
-
-def _unit_fisher(reference: Mapping[str, Tensor]) -> FisherDrift:
-    """F = 1: V is the drift W - W_ref itself. The control."""
-    ones = {name: torch.ones_like(weight) for name, weight in reference.items()}
-    kept = {name: weight.detach().clone() for name, weight in reference.items()}
-    return FisherDrift(ones, kept, {"labels": "none"})
-
-
 def variants(subject: Subject, max_new_tokens: int) -> tuple[dict[str, FisherDrift], list[str]]:
     """Diagonal and Kronecker Fisher, the diagonal one by token labels too; and what was left out.
 
     All are fitted on ``subject.fisher_rows``. A Fisher that was given takes the place of the one of
     its structure.
     """
-    fisher, own = subject.fisher, {"labels": "sequence", "max_new_tokens": max_new_tokens}
-
-    def main(structure: str) -> FisherDrift:
-        if fisher is not None and fisher.structure == structure:
-            return fisher
-        return subject.fitted_fisher(structure, **own)
-
-    fishers = {"diagonal": main("diagonal")}
-    notes = []
+    structures, notes = ["diagonal", "kronecker"], []
     if not ParameterChoice.read(subject.config.parameters).only_linears:
+        structures.remove("kronecker")
         notes.append("No Kronecker Fisher: values are over more than linears.")
-    else:
+    fishers = {}
+    for structure in structures:
+        if subject.fisher is not None and subject.fisher.structure == structure:
+            fishers[structure] = subject.fisher
+            continue
         try:
-            fishers["kronecker"] = main("kronecker")
+            fishers[structure] = subject.fitted_fisher(
+                structure, labels="sequence", max_new_tokens=max_new_tokens
+            )
         except CoverageError as problem:
+            if structure == "diagonal":
+                raise
             notes.append(f"No Kronecker Fisher: {str(problem).splitlines()[0]}.")
     fishers["diagonal, token labels"] = subject.fitted_fisher("diagonal", labels="token")
     return fishers, notes
 
 
 def _along(scorer: Scorer, retention: Any) -> dict[str, Tensor]:
-    """V of a Fisher or of retention batches, at the scorer's model, by the library's own way."""
+    """V of a Fisher or of retention batches, at the scorer's model."""
     scorer.set_retention(retention)
     stability = scorer.direction.stability
     assert stability is not None
     return {name: part.detach().clone() for name, part in stability.items()}
 
 
-# --- answer ------------------------------------------------------------------------------------
-
-
 def _conclusion(scores: Table) -> str:
-    """True if the diagonal proxy ranks as all retention rows together do."""
-    (place,) = (
-        place
-        for place, record in enumerate(scores.records())
-        if (record["retention"], record["proxy"]) == (POOLED, "diagonal")
-    )
-    score = scores.estimate(place, "spearman")
+    pairs = [(record["retention"], record["proxy"]) for record in scores.records()]
+    score = scores.estimate(pairs.index((POOLED, "diagonal")), "spearman")
     how = "not clearly as real retention rows do"
     how = "as real retention rows do" if score.low > 0 else how
     how = "the wrong way round" if score.high < 0 else how
@@ -135,7 +118,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     retention = subject.retention_rows(options.rows)
     rows = subject.sample()
     subject.require_tokens(rows, FEWEST, "a rank correlation of so few tokens means nothing")
-    before, after, said = subject.before_and_after()
+    before, after, origin = subject.before_and_after()
     pooled = subject.batches([row for rows_of_set in retention.values() for row in rows_of_set])
     config = replace(subject.config, objective="stability", preconditioner=None)
     scorer = Scorer(after, None, list(pooled), config)
@@ -143,7 +126,10 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     _require_drift(before, scorer.parameters)
     fishers, notes = variants(subject, options.max_new_tokens)
     named = dict(before.named_parameters(remove_duplicate=False))
-    fishers["none"] = _unit_fisher({name: named[name] for name in scorer.parameters})
+    reference = {name: named[name].detach().clone() for name in scorer.parameters}
+    # F = 1, the control: V is the drift W - W_ref itself.
+    ones = {name: torch.ones_like(weight) for name, weight in reference.items()}
+    fishers["none"] = FisherDrift(ones, reference, {"labels": "none"})
     directions = {name: _along(scorer, drift) for name, drift in fishers.items()}
     directions |= {
         f"oracle {name}": _along(scorer, subject.batches(rows)) for name, rows in retention.items()
@@ -152,7 +138,13 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     columns = values_along(subject, scorer, rows, list(directions.values()), "Scores")
     scores, row = dict(zip(directions, columns.T, strict=True)), places_of(rows)[:, 0]
     targets = [POOLED, *(f"oracle {name}" for name in retention)]
-    agreed = _agreement_table(subject, scores, list(fishers), targets, row)
+    records = [
+        {"retention": target, "proxy": proxy}
+        | agreement(scores[proxy], scores[target], subject.ratio, row)
+        for target in targets
+        for proxy in fishers
+    ]
+    agreed = Table.of("agreement", "Proxy against oracle", records)
     return conclude(
         NAME,
         subject,
@@ -163,25 +155,9 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             _overlap_figure(scores, list(fishers), row),
         ],
         valued=rows,
-        notes=[said, *notes, *_notes(subject, retention)],
+        notes=[origin, *notes, *_notes(subject, retention)],
         settings={"fisher_samples": subject.fisher_samples, "retention_rows_each": options.rows},
     )
-
-
-def _agreement_table(
-    subject: Subject,
-    scores: Mapping[str, Numbers],
-    proxies: Sequence[str],
-    targets: Sequence[str],
-    rows: Numbers,
-) -> Table:
-    records = [
-        {"retention": target, "proxy": proxy}
-        | agreement(scores[proxy], scores[target], subject.ratio, rows)
-        for target in targets
-        for proxy in proxies
-    ]
-    return Table.of("agreement", "Proxy against oracle", records)
 
 
 def _require_drift(before: nn.Module, parameters: Mapping[str, Tensor]) -> None:

@@ -7,10 +7,10 @@ component decides.
 
 from __future__ import annotations
 
-import math
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.data import Example
+from alphatoken.diagnose import CheckedOptions
 from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.options import CheckedOptions
-from alphatoken.diagnose.statistics import FEWEST, Estimate, bootstrap, kept
+from alphatoken.diagnose.statistics import FEWEST, Estimate, Numbers, bootstrap, kept
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import retention_term, scorer_for
 from alphatoken.errors import ConfigError
-from alphatoken.score.drawing import colour_of
+from alphatoken.score.page import colour_of
 from alphatoken.score.page import number as written
 from alphatoken.score.values import COMPONENTS, visible
 from alphatoken.support.options import option
@@ -33,7 +33,6 @@ from alphatoken.support.options import option
 __all__ = [
     "KINDS",
     "Options",
-    "Piece",
     "diagnose",
     "heatmap_figure",
     "kind_of",
@@ -44,7 +43,6 @@ __all__ = [
     "shares_of",
 ]
 
-Numbers = NDArray[np.float64]
 Columns = Mapping[str, NDArray[Any]]
 """Of each valued token its ``row`` of the pool, its ``position`` there, whether it is ``kept``,
 and its ``total`` and components as they enter the total, each (n,)."""
@@ -87,7 +85,6 @@ def parts_of(columns: Mapping[str, NDArray[Any]], weight: float) -> dict[str, Nu
 
 
 def _components(columns: Columns) -> list[str]:
-    """Names of the components that add up to the total."""
     return [key for key in (*_SPLIT, *_SIDES) if key in columns]
 
 
@@ -95,14 +92,15 @@ def shares_of(columns: Columns) -> dict[str, Estimate]:
     """Share of each component in the summed magnitudes of all components, over all tokens."""
     names = _components(columns)
 
-    def share(place: int) -> Estimate:
-        def of(*parts: Numbers) -> float:
-            sizes = [float(np.abs(part).sum()) for part in parts]
-            return sizes[place] / sum(sizes) if sum(sizes) > 0 else np.nan
+    def share(place: int, *parts: Numbers) -> float:
+        sizes = [float(np.abs(part).sum()) for part in parts]
+        return sizes[place] / sum(sizes) if sum(sizes) > 0 else np.nan
 
-        return bootstrap(of, *(columns[key] for key in names), groups=columns["row"])
-
-    return {key: share(place) for place, key in enumerate(names)}
+    parts = [columns[key] for key in names]
+    return {
+        key: bootstrap(partial(share, place), *parts, groups=columns["row"])
+        for place, key in enumerate(names)
+    }
 
 
 def kinds_of(columns: Columns, texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -111,13 +109,11 @@ def kinds_of(columns: Columns, texts: Sequence[str]) -> list[dict[str, Any]]:
     return [
         {
             "kind": kind,
-            "tokens": int((kinds == kind).sum()),
-            "kept": bootstrap(
-                np.mean, columns["kept"][kinds == kind], groups=columns["row"][kinds == kind]
-            ),
+            "tokens": int(own.sum()),
+            "kept": bootstrap(np.mean, columns["kept"][own], groups=columns["row"][own]),
         }
         for kind in KINDS
-        if (kinds == kind).any()
+        if (own := kinds == kind).any()
     ]
 
 
@@ -143,11 +139,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     parts = [{"component": key, "share": share} for key, share in shares_of(columns).items()]
     note = "Of the summed magnitudes; stability times lambda."
     shares = Table.of("heatmap-shares", "What the values are made of", parts, note)
-    present = [key for key in _components(columns) if columns[key].any()]
-    drawn = [
-        _row_figure(subject, options, place, _of_row(columns, pool.index(place)), present, tokens)
-        for place in shown
-    ]
+    drawn = [_row_figure(subject, options, place, pool, columns, tokens) for place in shown]
     return conclude(
         "heatmap",
         subject,
@@ -162,6 +154,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
 def _chosen(subject: Subject, options: Options) -> tuple[list[int], list[int]]:
     """Rows that are shown, and the pool in which tokens are ranked, both as training rows."""
+    # Two rows may be equal: their identity tells which of the training rows was drawn.
     numbers = {id(row): place for place, row in enumerate(subject.train)}
     sampled = [numbers[id(row)] for row in subject.sample()]
     for place in options.rows:
@@ -228,23 +221,17 @@ def kind_of(text: str) -> str:
     return "punctuation or sign" if marks else "other"
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of a token on one line: which token, where it starts, and its letters."""
-
-    token: int
-    line: int
-    column: int
-    text: str
+Piece = tuple[int, int, int, str]
+"""A part of a token on one line: number of the token, line, column, and its letters."""
 
 
 def laid_out(tokens: Sequence[str], columns: int, lines: int) -> tuple[list[Piece], int]:
     """Break tokens into lines of ``columns`` letters; the pieces, and how many tokens were shown.
 
-    Breaks anywhere: every letter takes one place, so that boxes stay in line. A line break in a
-    token ends its line. Tokens that would need more than ``lines`` lines are left out, the rest of
-    their row too.
+    A line break in a token ends its line. Tokens that would need more than ``lines`` lines are
+    left out, the rest of their row too.
     """
+    # Breaks anywhere: every letter takes one place, so that boxes stay in line.
     pieces: list[Piece] = []
     line = column = 0
     for number, token in enumerate(tokens):
@@ -256,10 +243,10 @@ def laid_out(tokens: Sequence[str], columns: int, lines: int) -> tuple[list[Piec
                 if column == columns:
                     line, column = line + 1, 0
                 room = text[: columns - column]
-                own.append(Piece(number, line, column, room))
+                own.append((number, line, column, room))
                 column += len(room)
                 text = text[len(room) :]
-        if own and own[-1].line >= lines:
+        if own and own[-1][1] >= lines:
             return pieces, number
         pieces += own
     return pieces, len(tokens)
@@ -303,25 +290,25 @@ def heatmap_figure(
         relative: whether colours run from the lowest value of the response to its highest, as the
             paper's do, instead of telling signs.
     """
-    prompt = _end_of(prompt)
+    prompt = prompt.replace("\n", " ")
+    prompt = prompt if len(prompt) <= _PROMPT else "\u2026" + prompt[1 - _PROMPT :]
+    above = [prompt[at : at + _COLUMNS] for at in range(0, len(prompt), _COLUMNS)]
     pieces, shown = laid_out(tokens, _COLUMNS, _LINES)
     cut = "" if shown == len(tokens) else f"; first {shown} of {len(tokens)} tokens"
-    lines = pieces[-1].line + 1 if pieces else 1
-    drawn, top = [_written(_GAP, _LINE, place)], 2 * _LINE
+    lines = pieces[-1][1] + 1 if pieces else 1
+    drawn, top, height = [_written(_GAP, _LINE, place)], 2 * _LINE, 0.0
     for number, (title, values) in enumerate(panels.items()):
         left = _GAP + number % 2 * (_COLUMNS * _LETTER + _GAP)
         if number and not number % 2:
-            top += _HEAD + _LINE * lines
-            lines, prompt = lines - len(_folded(prompt)), ""  # the first two panels show it
-        elif not number:
-            lines += len(_folded(prompt))
+            top, above = top + height, []  # the first two panels show the prompt
+        height = _HEAD + _LINE * (lines + len(above))
         low, high = _ends(values)
         scale = f"full colour \u00b1{written(max(abs(low), abs(high)))}"
         scale = f"light {written(low)}, dark {written(high)}" if relative else scale
         drawn.append(_written(left, top + 0.7 * _LINE, f"{title}   ({scale}{cut})"))
         colours = ranged(values) if relative else normalised(values)
-        drawn += _panel(pieces, colours, kept, prompt, left, top + _HEAD)
-    width, height = 2 * _COLUMNS * _LETTER + 3 * _GAP, top + _HEAD + _LINE * lines
+        drawn += _panel(pieces, colours, kept, above, left, top + _HEAD)
+    width, height = 2 * _COLUMNS * _LETTER + 3 * _GAP, top + height
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
         f'width="{width:g}" height="{height:g}" font-family="monospace" font-size="10">'
@@ -338,18 +325,6 @@ def heatmap_figure(
     )
 
 
-def _end_of(prompt: str) -> str:
-    """The end of a prompt on one or two lines."""
-    flat = prompt.replace("\n", " ")
-    return flat if len(flat) <= _PROMPT else "\u2026" + flat[1 - _PROMPT :]
-
-
-def _folded(prompt: str) -> list[str]:
-    """Lines of a text, folded to a width."""
-    count = math.ceil(len(prompt) / _COLUMNS)
-    return [prompt[line * _COLUMNS : (line + 1) * _COLUMNS] for line in range(count)]
-
-
 def _written(x: float, y: float, text: str, colour: str = "#111") -> str:
     """Letters of equal width, whichever font there is; spaces count."""
     return (
@@ -363,87 +338,74 @@ def _panel(
     pieces: Sequence[Piece],
     colours: Numbers,
     kept: NDArray[np.bool_],
-    prompt: str,
+    above: Sequence[str],
     left: float,
     top: float,
 ) -> Iterator[str]:
-    """Prompt in grey, and every piece of a token in its box."""
-    for part in _folded(prompt):
+    """The lines ``above`` in grey, and every piece of a token in its box."""
+    for part in above:
         yield _written(left, top + 0.7 * _LINE, part, "#6b7280")
         top += _LINE
-    for piece in pieces:
-        x, y = left + _LETTER * piece.column, top + _LINE * piece.line
-        fill = "".join(f"{round(255 * channel):02x}" for channel in colour_of(colours[piece.token]))
-        box = f'x="{x:g}" y="{y:g}" width="{_LETTER * len(piece.text):g}"'
+    for token, line, column, text in pieces:
+        x, y, width = left + _LETTER * column, top + _LINE * line, _LETTER * len(text)
+        fill = "".join(f"{round(255 * channel):02x}" for channel in colour_of(colours[token]))
+        box = f'x="{x:g}" y="{y:g}" width="{width:g}"'
         yield f'<rect {box} height="{_LINE - 2:g}" fill="#{fill}"/>'
-        if kept[piece.token]:
-            line = f'x="{x:g}" y="{y + _LINE - 3:g}" width="{_LETTER * len(piece.text):g}"'
-            yield f'<rect {line} height="1" fill="#222"/>'
-        if not piece.text.isspace():
-            yield _written(x, y + 0.7 * _LINE, piece.text)
+        if kept[token]:
+            under = f'x="{x:g}" y="{y + _LINE - 3:g}" width="{width:g}"'
+            yield f'<rect {under} height="1" fill="#222"/>'
+        if not text.isspace():
+            yield _written(x, y + 0.7 * _LINE, text)
 
 
 # --- one row --------------------------------------------------------------------------------------
-
-
-def _of_row(columns: Columns, row: int) -> Columns:
-    return {name: column[columns["row"] == row] for name, column in columns.items()}
 
 
 def _row_figure(
     subject: Subject,
     options: Options,
     place: int,
-    own: Columns,
-    components: Sequence[str],
+    pool: Sequence[int],
+    columns: Columns,
     tokens: Table,
 ) -> Drawing:
-    """One row with its panels: the total, and the components where they are several.
-
-    One component alone is the total.
-
-    Args:
-        subject: what is diagnosed.
-        options: which panels and colours.
-        place: number of the row among the training rows.
-        own: columns of its tokens.
-        components: those that are not 0 for every token of the pool.
-        tokens: of all rows shown.
-    """
-    example = subject.train[place]
-    parts = {_NAMES[key]: own[key] for key in components}
-    total = {f"Total, {subject.config.estimator}": own["total"]}
+    """The row ``place`` of the training rows with its panels: the total and the components."""
+    own = columns["row"] == pool.index(place)
+    # Components that are 0 for every token of the pool say nothing; one alone is the total.
+    present = [key for key in _components(columns) if columns[key].any()]
+    parts = {_NAMES[key]: columns[key][own] for key in present}
+    total = {f"Total, {subject.config.estimator}": columns["total"][own]}
     if len(parts) < 2 or options.panels == "total":
         parts = total
     elif options.panels == "all":
         parts = total | parts
+    example = subject.train[place]
     texts = [visible(token) for token in subject.texts(example)]
-    at = own["position"]
-    cells = tuple(cells for cells in tokens.rows if cells[0] == place)
+    at = columns["position"][own]
+    rows = tuple(cells for cells in tokens.rows if cells[0] == place)
     return heatmap_figure(
         f"row {place} ({example.row.place})",
         "".join(texts[: at[0]]),
         [texts[position] for position in at],
         parts,
-        own["kept"],
-        Table(f"heatmap-row-{place}", f"Tokens of row {place}", tokens.columns, cells, tokens.note),
+        columns["kept"][own],
+        Table(f"heatmap-row-{place}", f"Tokens of row {place}", tokens.columns, rows, tokens.note),
         relative=options.colours == "relative",
     )
 
 
 def _tokens_table(columns: Columns, words: Sequence[str], shown: Mapping[int, int]) -> Table:
-    """Each token of the rows shown, by their numbers among the training rows and in the pool."""
-    records = []
+    """Each token of the rows shown: their numbers among the training rows -> in the pool."""
+    records: list[dict[str, Any]] = []
     for place, row in shown.items():
         own = np.flatnonzero(columns["row"] == row)
         scaled = normalised(columns["total"][own])
-        for token, colour in zip(own.tolist(), scaled.tolist(), strict=True):
-            record: dict[str, Any] = {"row": place, "position": int(columns["position"][token])}
-            record |= {"token": words[token]}
-            for key in ("total", *_components(columns)):
-                record[key] = float(columns[key][token])
-            record |= {"normalised": colour, "kept": bool(columns["kept"][token])}
-            records.append(record)
+        records += [
+            {"row": place, "position": int(columns["position"][token]), "token": words[token]}
+            | {key: float(columns[key][token]) for key in ("total", *_components(columns))}
+            | {"normalised": colour, "kept": bool(columns["kept"][token])}
+            for token, colour in zip(own.tolist(), scaled.tolist(), strict=True)
+        ]
     note = "normalised: total over the largest absolute total of the response."
     return Table.of("heatmap-tokens", "Tokens of the rows shown", records, note)
 

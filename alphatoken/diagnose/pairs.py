@@ -33,7 +33,7 @@ from torch import Tensor
 from alphatoken.errors import DataError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.batch import LabelledBatch
-from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.forward import evaluation_mode
 from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
 from alphatoken.model.scope import resolve_layers
 from alphatoken.support.storage import read_tensors, write_tensors
@@ -64,9 +64,9 @@ def softmax_layers(
     Raises:
         UnsupportedError: there is none.
     """
-    mixers = {layer: adapter.other_mixers([layer]) for layer in resolve_layers(adapter, layers)}
-    softmax = tuple(layer for layer, others in mixers.items() if not others)
-    others = {name: kind for one in mixers.values() for name, kind in one.items()}
+    scored = resolve_layers(adapter, layers)
+    softmax = tuple(layer for layer in scored if not adapter.other_mixers([layer]))
+    others = adapter.other_mixers(scored)
     if not softmax:
         raise UnsupportedError(
             "Value-Propagation has no attention weights to propagate along",
@@ -104,9 +104,6 @@ def attention_calls(
     return calls
 
 
-# --- which pairs -------------------------------------------------------------------------------
-
-
 def pair_counts(used: Tensor, window: int | None) -> Tensor:
     """(b, t) number of used k in (t, t + window] for each used t; 0 where t is not used."""
     length = used.shape[1]
@@ -120,7 +117,7 @@ def pair_counts(used: Tensor, window: int | None) -> Tensor:
 def choose_positions(
     used: Sequence[Tensor], window: int | None, budget: int, seed: int
 ) -> list[Tensor]:
-    """Token positions t whose pairs are looked at, one (b, t) mask a batch.
+    """Draw the token positions t whose pairs are looked at, one (b, t) mask a batch.
 
     All that have a pair where their pairs fit the budget; else random ones, at least one, until
     it is reached.
@@ -139,9 +136,6 @@ def choose_positions(
             chosen[batch][row, t] = True
             spent += count
     return [mask.to(one.device) for mask, one in zip(chosen, used, strict=True)]
-
-
-# --- what is measured of them ------------------------------------------------------------------
 
 
 def weigh_pairs(
@@ -177,7 +171,6 @@ def weigh_pairs(
 def _select(
     statistics: AttentionStatistics, used: Tensor, chosen: Tensor, window: int | None
 ) -> list[Tensor]:
-    """Row, k and t of the pairs, (n,) each, and their weights (n, h)."""
     parts: list[tuple[Tensor, ...]] = []
     every = torch.arange(used.shape[1], device=used.device)
     for block in statistics.row_blocks():
@@ -192,13 +185,15 @@ def _select(
 
 
 def _deviation(call: AttentionCall, output: Tensor, row: Tensor, k: Tensor, t: Tensor) -> Tensor:
-    """``||v_t - o_k||_2 / sqrt(d_v)`` of some pairs, (n, h), in the dtype of ``output``."""
     groups, width = call.value.shape[1], call.value.shape[3]
     at_query = output[row, :, k].unflatten(1, (groups, -1))
+    # Heads of one group read one value.
     value = call.value[row, :, t].to(output).unsqueeze(2)
     deviation: Tensor = torch.linalg.vector_norm(value - at_query, dim=-1).flatten(1) / width**0.5
     return deviation
 
+
+# --- counts -------------------------------------------------------------------------------------
 
 Counts = NDArray[np.int64]
 _KIND, _FORMAT = "alphatoken collected pairs", "1"
@@ -247,14 +242,11 @@ class PairCounts:
     def total(cls, counts: Iterable[PairCounts]) -> PairCounts:
         """Counts of all together; of none, zeros."""
         joint = np.zeros((len(ALPHA) - 1, len(DEVIATION) - 1), np.int64)
-        risk = np.zeros(len(RISK) - 1, np.int64)
-        for one in counts:
-            joint, risk = joint + one.joint, risk + one.risk
-        return cls(joint, risk)
+        return sum(counts, cls(joint, np.zeros(len(RISK) - 1, np.int64)))
 
     def __add__(self, other: PairCounts) -> PairCounts:
         """Counts of both together."""
-        return PairCounts.total([self, other])
+        return PairCounts(self.joint + other.joint, self.risk + other.risk)
 
     @property
     def pairs(self) -> int:
@@ -266,6 +258,7 @@ class PairCounts:
 
         Exact for powers of ten; between them the level is moved to the next edge of a cell.
         """
+        # Rounded first: log10 of a power of ten may miss the edge by its last bit.
         first = math.ceil(round((math.log10(level) - RISK[0]) * _CELLS, 6))
         above = int(self.risk[max(first, 0) :].sum())
         return above / self.pairs if self.pairs else math.nan
@@ -291,7 +284,7 @@ class CollectedPairs:
     def total(self, steps: Iterable[int] | None = None) -> PairCounts:
         """Counts of all layers over these steps, or over all."""
         chosen = self.steps if steps is None else steps
-        return PairCounts.total(one for step in chosen for one in self.steps[step].values())
+        return PairCounts.total(counts for s in chosen for counts in self.steps[s].values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file, whole or not at all.

@@ -8,31 +8,32 @@ and what other validation rows do in ``stability``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
-from alphatoken.config import ScorerConfig
+from alphatoken.config import ESTIMATORS, WALK, ScorerConfig
+from alphatoken.diagnose import CheckedOptions
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.options import CheckedOptions
-from alphatoken.diagnose.own_values import OwnValues
-from alphatoken.diagnose.statistics import agreement, percent
+from alphatoken.diagnose.statistics import Numbers, agreement, percent
 from alphatoken.diagnose.subject import Subject, conclude, require_first_order
-from alphatoken.diagnose.valuing import WINDOWED, depths_of, scorer_for, windows_of, with_estimator
+from alphatoken.diagnose.valuing import (
+    WINDOWED,
+    OwnValues,
+    depths_of,
+    scorer_for,
+    windows_of,
+    with_estimator,
+)
 from alphatoken.direction.algebra import norms
 from alphatoken.errors import CoverageError, FisherError, UnsupportedError
-from alphatoken.estimate.names import ESTIMATORS, WALK
-from alphatoken.model.parameter_choice import ParameterChoice
+from alphatoken.model.choice import ParameterChoice
 from alphatoken.support.options import option
 
 __all__ = ["Options", "diagnose", "scored"]
-
-Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,31 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     options = options or Options()
     require_first_order(subject.config)
     own = OwnValues.of(subject, tuned=True)
-    records = {
-        setting: _sweep(own, setting, tried) for setting, tried in _tried(own, options).items()
+    config = subject.config
+    names = dict.fromkeys([*options.estimators, config.estimator])
+    tried: dict[str, Mapping[object, ScorerConfig]] = {
+        "estimator": {name: with_estimator(config, name) for name in names},
+        "K": _depths(own, options),
+        "W": _windows(own, options),
     }
+    records = {setting: _sweep(own, setting, configs) for setting, configs in tried.items()}
     if own.retention is not None and bool(np.abs(own.values["stability"]).max() > 0):
         gain, keep = own.values["adaptation"], own.values["stability"]
-        default = subject.config.stability_weight
+        default = config.stability_weight
         records["lambda"] = [
             _compared(own, weight, own.total if weight == default else gain + weight * keep)
             for weight in sorted({*options.weights, default})
         ]
         direction = own.scorer.direction
-        sizes = _norm(direction.stability or {}), _norm(direction.adaptation)
+        sides = (direction.stability or {}, direction.adaptation)
+        sizes = [float(np.linalg.norm(list(norms(side).values()))) for side in sides]
         balance = abs(default) * sizes[0] / sizes[1]
         own.notes.append(f"||lambda V|| / ||G|| over all scored weights: {balance:.3g}.")
-    settings = _settings_table(records)
+    settings = Table.of(
+        "settings",
+        "Kept tokens, one setting changed at a time",
+        [{"setting": setting, **record} for setting in records for record in records[setting]],
+    )
     return conclude(
         "sensitivity",
         subject,
@@ -93,20 +104,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         notes=own.notes,
         settings=asdict(options),
     )
-
-
-# --- what is tried -------------------------------------------------------------------------------
-
-
-def _tried(own: OwnValues, options: Options) -> dict[str, dict[object, ScorerConfig]]:
-    """Setting -> value -> configuration, the run's own among them."""
-    config = own.subject.config
-    names = dict.fromkeys([*options.estimators, config.estimator])
-    return {
-        "estimator": {name: with_estimator(config, name) for name in names},
-        "K": _depths(own, options),
-        "W": _windows(own, options),
-    }
 
 
 def _depths(own: OwnValues, options: Options) -> dict[object, ScorerConfig]:
@@ -129,6 +126,7 @@ def _windows(own: OwnValues, options: Options) -> dict[object, ScorerConfig]:
         own.notes.append(f"'{config.estimator}' has no window W.")
         return {}
     longest = max(len(row.input_ids) for row in own.rows)
+    # A window of at least the longest row changes nothing: only the run's own is kept of those.
     return {
         f"all ({longest})" if w is None else w: replace(config, window=w)
         for w in windows_of(options.windows, longest, config.window)
@@ -153,7 +151,8 @@ def _sweep(
 
 def _compared(own: OwnValues, value: object, total: Numbers) -> dict[str, Any]:
     measures = agreement(own.total, total, own.subject.ratio, own.groups, seed=own.subject.seed)
-    return {"value": value, "default": total is own.total, **measures}
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return {"value": text, "default": total is own.total, **measures}
 
 
 def scored(own: OwnValues, config: ScorerConfig) -> Numbers:
@@ -166,27 +165,6 @@ def scored(own: OwnValues, config: ScorerConfig) -> Numbers:
         config=config,
     )
     return own.subject.score(scorer, own.rows)["total"]
-
-
-def _norm(direction: Mapping[str, Tensor]) -> float:
-    return float(np.linalg.norm(list(norms(direction).values())))
-
-
-# --- what is said ------------------------------------------------------------------------------
-
-
-def _settings_table(records_by_setting: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    """All settings, one record each."""
-    records = [
-        {"setting": setting, **record, "value": _said(record["value"])}
-        for setting, records in records_by_setting.items()
-        for record in records
-    ]
-    return Table.of("settings", "Kept tokens, one setting changed at a time", records)
-
-
-def _said(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _figure(settings: Table, ratio: float) -> Figure:
@@ -207,7 +185,6 @@ def _figure(settings: Table, ratio: float) -> Figure:
 
 
 def _conclusion(settings: Table) -> str:
-    """The setting on which the kept tokens depend most."""
     others = [
         (settings.estimate(place, "overlap"), f"{record['setting']} {record['value']}", record)
         for place, record in enumerate(settings.records())
@@ -215,7 +192,7 @@ def _conclusion(settings: Table) -> str:
     ]
     if not others:
         return "No setting changes anything that was kept."
-    least, value, record = min(others, key=lambda one: one[0].value)
+    least, value, record = min(others, key=lambda other: other[0].value)
     return (
         f"The kept tokens depend most on {record['setting']}: {percent(least)} of those that your "
         f"run keeps are kept with {value}."

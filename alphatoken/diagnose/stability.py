@@ -7,21 +7,21 @@ they do more, that is a fault of the model's code or of its attention mask, and 
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from alphatoken.diagnose import CheckedOptions
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.own_values import Options, OwnValues, keep_shares, row_columns
-from alphatoken.diagnose.statistics import Estimate, bootstrap, percent
+from alphatoken.diagnose.statistics import Numbers, bootstrap, percent
 from alphatoken.diagnose.subject import Subject, conclude
+from alphatoken.diagnose.valuing import OwnValues, keep_shares, row_columns
+from alphatoken.support.options import option
 
 __all__ = ["Options", "classify", "diagnose"]
-
-Numbers = NDArray[np.float64]
 
 UNCERTAIN = 0.05
 """A decision is noise if more than this share of the draws reverses it."""
@@ -29,9 +29,18 @@ UNCERTAIN = 0.05
 DECISIONS = ("sure keep", "noise", "sure drop")
 NOISE = DECISIONS.index("noise")
 
-# Of a rounding difference, relative to the largest value, whose terms may cancel.
+# Largest rounding difference over the largest value; loose, because the terms of a value cancel.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 _NARROW = 1e-1
+
+
+@dataclass(frozen=True)
+class Options(CheckedOptions):
+    """Options of the diagnostics ``stability`` and ``arithmetic``."""
+
+    resamples: int = option(
+        500, "number of bootstrap resamples of the validation rows", at_least=50
+    )
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -47,18 +56,15 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     rows = len(base.validation)
     shares = keep_shares(columns, base.rest, subject.ratio, options.resamples, seed=subject.seed)
     state = classify(shares)
-    decisions = Table.of(
-        "decisions",
-        "Which decisions hold under other validation rows",
-        [
-            {
-                "decision": name,
-                "tokens": int((state == number).sum()),
-                "share": _share(base, state == number),
-            }
-            for number, name in enumerate(DECISIONS)
-        ],
-    )
+    records = [
+        {
+            "decision": name,
+            "tokens": int((state == number).sum()),
+            "share": bootstrap(np.mean, state == number, groups=base.groups, seed=subject.seed),
+        }
+        for number, name in enumerate(DECISIONS)
+    ]
+    decisions = Table.of("decisions", "Which decisions hold under other validation rows", records)
     noise = percent(decisions.estimate(NOISE, "share"))
     return conclude(
         "stability",
@@ -81,10 +87,6 @@ def classify(keep_share: Numbers) -> NDArray[np.int64]:
     """
     sure_keep, sure_drop = keep_share >= 1 - UNCERTAIN, keep_share <= UNCERTAIN
     return np.where(sure_keep, 0, np.where(sure_drop, 2, NOISE)).astype(np.int64)
-
-
-def _share(base: OwnValues, chosen: NDArray[np.bool_]) -> Estimate:
-    return bootstrap(np.mean, chosen, groups=base.groups, seed=base.subject.seed)
 
 
 def _tokens_table(base: OwnValues, keep_share: Numbers, state: NDArray[np.int64]) -> Table:

@@ -22,9 +22,9 @@ from alphatoken.select.masks import keep_count
 __all__ = [
     "FEWEST",
     "Estimate",
+    "Numbers",
     "agreement",
     "bootstrap",
-    "few_rows",
     "kept",
     "overlap",
     "percent",
@@ -37,6 +37,7 @@ FEWEST = 8
 """Fewest items a statistic is computed of: below it, an interval would be wider than its range."""
 
 Numbers = NDArray[np.float64]
+"""Values of tokens, and other columns of numbers."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Estimate:
         return not math.isnan(self.value)
 
     def __str__(self) -> str:
-        """The number and its interval, never a bare one.
+        """The number and its interval.
 
         >>> str(Estimate(0.51, 0.402, 0.61, 90))
         '0.51 [0.40, 0.61]'
@@ -89,16 +90,6 @@ class Estimate:
         return f"{value} [{low}, {high}]"
 
 
-def few_rows(rows: int) -> list[str]:
-    """A caution about intervals over tokens of so few rows; empty if rows are drawn."""
-    if rows >= FEWEST:
-        return []
-    return [
-        f"Fewer than {FEWEST} rows ({rows}): intervals draw single tokens, and are too narrow, "
-        "because tokens of one row are not independent."
-    ]
-
-
 def bootstrap(
     statistic: Callable[..., float],
     *columns: Sequence[float] | NDArray[Any],
@@ -109,9 +100,8 @@ def bootstrap(
 ) -> Estimate:
     """``statistic(*columns)`` with a percentile bootstrap interval (95 %).
 
-    Tokens of one row are not independent, so whole groups are drawn where there are at least
-    ``FEWEST`` of them; otherwise single items, and the interval is then a lower limit of the
-    truth. Draws on which the statistic is not defined are left out.
+    Whole groups are drawn where there are at least ``FEWEST`` of them; otherwise single items, and
+    the interval is then too narrow. Draws on which the statistic is not defined are left out.
 
     Args:
         statistic: of equally long columns; NaN where not defined.
@@ -143,6 +133,7 @@ def bootstrap(
     if not len(results):
         return Estimate.undefined(count, "not defined on any resample")
     low, high = np.quantile(results, [0.025, 0.975])
+    # Percentiles of the resamples need not lie on both sides of the value itself.
     return Estimate(value, float(min(low, value)), float(max(high, value)), count)
 
 
@@ -152,6 +143,7 @@ def _resamples(
     draws: int,
     generator: np.random.Generator,
 ) -> list[NDArray[np.int64]]:
+    # Tokens of one row are not independent: drawn one by one they would look like more data.
     labels = np.asarray([] if groups is None else groups)
     members = [np.flatnonzero(labels == group) for group in np.unique(labels)]
     if len(members) < FEWEST:

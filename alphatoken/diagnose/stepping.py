@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from alphatoken.data import Example, collate
 from alphatoken.errors import NumericalError
 from alphatoken.model.batch import LabelledBatch, read_batch
-from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.forward import evaluation_mode, response_losses
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
-from alphatoken.model.response_losses import response_losses
 from alphatoken.oracle.gradients import per_token_gradients
-from alphatoken.support.precision import blocks
 from alphatoken.support.progress import Tracker
 
 __all__ = [
@@ -30,8 +28,6 @@ __all__ = [
     "draw",
     "draw_short",
     "fine_tuned",
-    "inner_products",
-    "mean_loss",
     "token_gradients",
     "usual_rate",
 ]
@@ -43,25 +39,6 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
 }
 OPTIMIZERS = tuple(_OPTIMIZERS)
-
-
-@torch.no_grad()
-def mean_loss(model: nn.Module, batches: Sequence[LabelledBatch]) -> float:
-    """The validation objective: mean loss over all response tokens; sums in float64.
-
-    Raises:
-        NumericalError: it is not finite.
-    """
-    adapter = find_adapter(model)
-    total, count = 0.0, 0
-    with evaluation_mode(model):
-        for batch in batches:
-            losses = response_losses(adapter, batch.inputs, batch.labels)
-            total += float(losses.double().sum())
-            count += batch.response_tokens
-    if not np.isfinite(total):
-        raise NumericalError("the validation loss is not finite after a step", got=str(total))
-    return total / count
 
 
 class Stepper:
@@ -97,10 +74,8 @@ class Stepper:
         self._start = {n: p for n, p in model.named_parameters() if n in self.parameters}
 
     def read(self, batch: Mapping[str, Any]) -> LabelledBatch:
-        """Read and check a batch."""
+        """A checked batch, refused if it is longer than the model's positions."""
         return read_batch(batch, max_length=self.adapter.max_positions())
-
-    # --- gradients -------------------------------------------------------------------------------
 
     def gradient(self, batch: LabelledBatch, weights: Tensor) -> Weights:
         """Gradient of ``sum_i weights_i loss_i`` at the current weights; ``.grad`` stays."""
@@ -112,16 +87,13 @@ class Stepper:
             )
         return dict(zip(self.parameters, gradients, strict=True))
 
-    # --- steps -----------------------------------------------------------------------------------
-
     def warm_up(self, batches: Iterator[LabelledBatch]) -> None:
-        """Fill the optimizer's state: one step of size 0 on the mean loss of each batch.
-
-        The weights stay, so the state is that of a run that has just arrived here.
-        """
+        """Fill the optimizer's state: one step of size 0 on the mean loss of each batch."""
+        # The weights stay: the state is that of a run that has just arrived at them.
         for batch in batches:
             gradient = self.gradient(batch, batch.mask / batch.response_tokens)
             for name, p in self.parameters.items():
+                # Popped: no second set of gradients is held while the optimizer works.
                 p.grad = gradient.pop(name).to(p)
             self.set_rate(0.0)
             self.optimizer.step()
@@ -133,12 +105,12 @@ class Stepper:
     def stepped(self, gradient: Callable[[str], Tensor], lr: float) -> Iterator[None]:
         """Inside, the weights are those after one step of size ``lr`` along ``gradient``.
 
-        Afterwards they are the copy's own again. The optimizer steps one parameter at a time, on a
-        copy of that parameter's state alone, and asks for its gradient only then: no second set of
-        weights, moments or gradients is held.
+        Afterwards they are the copy's own again.
         """
         self.set_rate(lr)
         try:
+            # One parameter at a time, on a copy of its state alone, and its gradient is asked for
+            # only then: no second set of weights, moments or gradients is held.
             for name, p in self.parameters.items():
                 state = self.optimizer.state.pop(p, None)
                 if state:
@@ -161,14 +133,24 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
+    @torch.no_grad()
     def objective(self) -> float:
-        """Mean validation loss, at the weights of the moment."""
-        return mean_loss(self.model, self.validation)
+        """Mean loss over all validation response tokens at the weights of the moment, in float64.
 
-    # --- inside ----------------------------------------------------------------------------------
+        Raises:
+            NumericalError: it is not finite.
+        """
+        total, count = 0.0, 0
+        with evaluation_mode(self.model):
+            for batch in self.validation:
+                losses = response_losses(self.adapter, batch.inputs, batch.labels)
+                total += float(losses.double().sum())
+                count += batch.response_tokens
+        if not np.isfinite(total):
+            raise NumericalError("the validation loss is not finite after a step", got=str(total))
+        return total / count
 
     def _restore(self) -> None:
-        """Weights as they were; states stay, because steps are taken on copies of them."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._start[name])
@@ -177,10 +159,10 @@ class Stepper:
 def usual_rate(model: nn.Module) -> float:
     """AdamW's learning rate for a model of this width: ``0.064 / width``.
 
-    What one step of Adam does to a layer's output grows with the number of its inputs, so the rate
-    falls with it. The width is the median of the shorter sides of the model's matrices. A
-    decoder of 260,032 parameters (64 wide) gets 1e-3, SmolLM2-135M (576 wide) 1.1e-4.
+    The width is the median of the shorter sides of the model's matrices. A decoder of 260,032
+    parameters (64 wide) gets 1e-3, SmolLM2-135M (576 wide) 1.1e-4.
     """
+    # What one step of Adam does to a layer's output grows with the number of its inputs.
     sides = [min(p.shape) for p in model.parameters() if p.dim() == 2]
     return 0.064 / float(np.median(sides)) if sides else 1e-4
 
@@ -196,8 +178,8 @@ def fine_tuned(
 ) -> nn.Module:
     """``model`` itself after AdamW steps on the mean response-token loss, in eval mode.
 
-    Batches come in a shuffled order, again and again; dropout is off and the weights' decay 0, so
-    the result is a function of the arguments.
+    A function of the arguments: batches come in an order drawn by ``seed``, without dropout and
+    weight decay.
 
     Raises:
         NumericalError: the loss is no longer finite.
@@ -239,8 +221,8 @@ def draw_short(
 ) -> tuple[NDArray[np.int64], int]:
     """Draw at most ``most`` tokens at random from those of the shorter half of the rows.
 
-    One backward a token goes through its whole row, so a token of a long row costs more. More rows
-    are taken, by rising length, as long as they have fewer than ``most`` tokens.
+    More rows are drawn from, by rising length, while they have fewer than ``most`` tokens. Every
+    token of these rows is as likely as another, so the sample speaks for rows of that length.
 
     Args:
         lengths: positions of each row.
@@ -249,10 +231,9 @@ def draw_short(
         seed: of the draw.
 
     Returns:
-        Places among the tokens in rising order, and the length of the longest row drawn from. Every
-        token of the rows drawn from is as likely as another: what is said of the sample holds for
-        rows of at most that length.
+        Places among the tokens in rising order, and the length of the longest row drawn from.
     """
+    # One backward a token goes through its whole row: a token of a long row costs more.
     order = np.argsort(np.asarray(lengths), kind="stable")
     count = -(-len(order) // 2)
     while count < len(order) and int(np.isin(rows, order[:count]).sum()) < most:
@@ -271,35 +252,12 @@ def token_gradients(
 ) -> Iterator[dict[str, Tensor]]:
     """Gradient of the loss of each token (row, position), in the order given.
 
-    One ordinary backward a token, dropout off. A row runs alone, so neither padding nor its
-    neighbours take part; nothing of the capture machinery does.
+    One ordinary backward a token, dropout off, without anything of the capture machinery.
     """
+    # A row runs alone: neither padding nor its neighbours take part.
     model = adapter.model
     for row, tokens_of_row in groupby(places, key=itemgetter(0)):
         batch = {name: x.to(device) for name, x in collate([rows[row]]).items()}
         tokens = [(0, position) for _, position in tokens_of_row]
         with evaluation_mode(model), torch.enable_grad():
             yield from per_token_gradients(model, adapter.forward, batch, parameters, tokens)
-
-
-def _product(a: Tensor, b: Tensor) -> float:
-    """Product of two tensors of one shape, with float64 copies no larger than a block."""
-    return sum(float(x.double() @ y.double()) for x, y in blocks(a, b))
-
-
-def inner_products(
-    gradients: Iterator[dict[str, Tensor]],
-    direction: Mapping[str, Tensor],
-    done: Callable[[int], None] = lambda count: None,
-) -> NDArray[np.float64]:
-    """(token, parameter) of ``<gradient, M>``, one column a parameter of ``direction``, float64.
-
-    Beside M one gradient is held at a time, and no copy of either beyond a block of numbers;
-    ``done`` gets the number of tokens after each.
-    """
-    products: list[list[float]] = []
-    for gradient in gradients:
-        products.append([_product(gradient[name], m) for name, m in direction.items()])
-        del gradient  # before the next one is computed
-        done(len(products))
-    return np.array(products)

@@ -1,9 +1,19 @@
-"""The subject of a diagnosis: a model, rows to value, validation rows, rows to retain."""
+"""The subject of a diagnosis: a model, rows to value, validation rows, rows to retain.
+
+``conclude`` makes the :class:`Diagnosis` of a subject; ``diagnosed_before`` keeps one to a time, by
+rounds of growing size, of which the last one counts. The first round reads a sixteenth of what was
+requested, but no less than means anything, and is always done; the second a quarter; the third all
+of it. A further round begins if it should end before the deadline, by the time that the round
+before it took and by how much more it reads. A round that was begun ends, unless memory is full;
+then the one before it stands.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,17 +22,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alphatoken.config import ScorerConfig
+from alphatoken.config import WALK, ScorerConfig
 from alphatoken.data import Example, batches, token_texts
+from alphatoken.diagnose import SIZES, find
 from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
 from alphatoken.diagnose.figures import Figure, draw
-from alphatoken.diagnose.registry import SIZES, find
-from alphatoken.diagnose.statistics import few_rows
+from alphatoken.diagnose.statistics import FEWEST
 from alphatoken.diagnose.stepping import fine_tuned, usual_rate
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
 from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.estimate.names import WALK
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.score.values import COMPONENTS
@@ -32,6 +41,8 @@ from alphatoken.support.progress import ProgressSink, Tracker
 __all__ = [
     "Subject",
     "conclude",
+    "cut",
+    "diagnosed_before",
     "gathered",
     "places_of",
     "require_first_order",
@@ -87,7 +98,7 @@ def places_of(rows: Sequence[Example]) -> NDArray[np.int64]:
 def gathered(
     batches: Sequence[Batch], tracker: Tracker, of: Callable[[Batch], Mapping[Any, Tensor]]
 ) -> dict[Any, NDArray[np.float64]]:
-    """Tensors that ``of`` finds in each batch, joined by key along their first axis."""
+    """Tensors that ``of`` computes for each batch, joined by key along their first axis."""
     columns: dict[Any, list[NDArray[np.float64]]] = {}
     done = 0
     for batch in batches:
@@ -147,7 +158,7 @@ class Subject:
     seed: int = 0
     progress: bool | ProgressSink | None = False
     names: Mapping[str, str] = field(default_factory=dict)
-    _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check sizes, and that there is something to value."""
@@ -177,7 +188,7 @@ class Subject:
     def sample(self) -> list[Example]:
         """Training rows drawn at random, until ``tokens`` response tokens; in their own order.
 
-        A row that alone has more is taken if it comes first, so that there is always one.
+        There is always one: a row that alone has more is drawn if it comes first.
         """
         drawn: list[int] = []
         count = 0
@@ -200,10 +211,10 @@ class Subject:
             order = np.random.default_rng(self.seed).permutation(len(self.validation))
             sizes["validation"] = [self.validation[place] for place in sorted(order[:rows])]
         if sizes.get("fisher_samples", self.fisher_samples) != self.fisher_samples:
-            for name in [name for name in self._kept if name.startswith("fisher ")]:
-                del self._kept[name]  # a Fisher and its reference are as large as what is scored
+            for name in [name for name in self._cache if name.startswith("fisher ")]:
+                del self._cache[name]  # a Fisher and its reference are as large as what is scored
         subject = replace(self, **sizes)
-        object.__setattr__(subject, "_kept", self._kept)
+        object.__setattr__(subject, "_cache", self._cache)
         return subject
 
     def batches(self, rows: Sequence[Example], size: int | None = None) -> list[Batch]:
@@ -265,16 +276,13 @@ class Subject:
         ``tuning_steps`` on the training rows; made once.
         """
         if self.reference is not None:
-            return (
-                self.reference,
-                self.model,
-                "Before: the reference given; after: the model given.",
-            )
+            origin = "Before: the reference given; after: the model given."
+            return self.reference, self.model, origin
         key = f"after {self.tuning_steps}"
-        if key not in self._kept:
-            for other in [name for name in self._kept if name.startswith("after ")]:
-                del self._kept[other]  # one copy of the model at a time
-            self._kept[key] = fine_tuned(
+        if key not in self._cache:
+            for other in [name for name in self._cache if name.startswith("after ")]:
+                del self._cache[other]  # one copy of the model at a time
+            self._cache[key] = fine_tuned(
                 copy.deepcopy(self.model),
                 list(self.batches(self.train)),
                 steps=self.tuning_steps,
@@ -282,12 +290,12 @@ class Subject:
                 seed=self.seed,
                 tracker=self.tracker("Fine-tuning a copy", self.tuning_steps),
             )
-        said = (
+        origin = (
             "No reference model was given, so the model is the reference, and a copy fine-tuned "
             f"on the training rows for {self.tuning_steps} AdamW steps at {self.rate:.2g} is the "
             "model after."
         )
-        return self.model, self._kept[key], said
+        return self.model, self._cache[key], origin
 
     @property
     def rate(self) -> float:
@@ -297,19 +305,18 @@ class Subject:
     def fitted_fisher(self, structure: str = "diagonal", **options: Any) -> FisherDrift:
         """The Fisher given (if its structure is asked for), or one fitted here at the reference.
 
-        Fitted with ``labels="token"`` on ``fisher_rows`` by default: one forward a row, no
-        generation. Kept for each setting.
+        Fitted with ``labels="token"`` on ``fisher_rows`` by default, and kept for each setting.
         """
         if self.fisher is not None and self.fisher.structure == structure and not options:
             return self.fisher
         settings: dict[str, Any] = {"samples": self.fisher_samples, "structure": structure}
         settings |= options
         key = f"fisher {sorted(settings.items(), key=str)}"
-        if key not in self._kept:
+        if key not in self._cache:
             settings = {
                 "layers": self.config.layers,
                 "parameters": self.config.parameters,
-                "labels": "token",
+                "labels": "token",  # one forward a row, and no generation
                 "seed": self.seed,
                 "batch_size": self.batch_size,
                 "progress": self.progress,
@@ -318,11 +325,11 @@ class Subject:
             if settings["labels"] == "sequence":
                 of = ("samples", "seed", "max_new_tokens", "batch_size")
                 drawn = f"responses {[settings.get(name) for name in of]}"
-                settings["responses"] = self._kept.setdefault(drawn, {})
+                settings["responses"] = self._cache.setdefault(drawn, {})
             (batch,) = self.batches(self.fisher_rows, len(self.fisher_rows))
             reference = self.model if self.reference is None else self.reference
-            self._kept[key] = fit_fisher(reference, batch, **settings)
-        fisher: FisherDrift = self._kept[key]
+            self._cache[key] = fit_fisher(reference, batch, **settings)
+        fisher: FisherDrift = self._cache[key]
         return fisher
 
     @property
@@ -330,8 +337,6 @@ class Subject:
         """Rows that Fishers are fitted on: the held-out ones, or the training rows without them."""
         held_out = [row for row in self.prompts if row.response_tokens]
         return held_out or [row for row in self.train if row.response_tokens]
-
-    # --- small things -----------------------------------------------------------------------------
 
     def tracker(self, label: str, total: int) -> Tracker:
         """Progress of one piece of work."""
@@ -355,13 +360,6 @@ class Subject:
             "seed": self.seed,
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
         }
-
-    def counted(self, rows: Sequence[Example]) -> str:
-        """Number of response tokens in these training rows, out of how many, in words."""
-        tokens, every = (sum(row.response_tokens for row in x) for x in (rows, self.train))
-        return (
-            f"{tokens} of {every} response tokens in {len(rows)} of {len(self.train)} training rows"
-        )
 
     def require_tokens(self, rows: Sequence[Example], fewest: int, why: str) -> None:
         """Refuse rows with too few response tokens for a statistic.
@@ -405,7 +403,6 @@ def conclude(
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    counted = [f"{subject.counted(valued)} were valued.", *few_rows(len(valued))] if valued else []
     shown = [f for f in figures if isinstance(f, Drawing) or f.table.rows]
     return Diagnosis(
         name,
@@ -413,6 +410,118 @@ def conclude(
         conclusion,
         tuple(table for table in tables if table.rows),
         tuple(f if isinstance(f, Drawing) else draw(f) for f in shown),
-        (*counted, *notes),
+        (*_about(subject, valued), *notes),
         {**subject.settings(), **(settings or {})},
+    )
+
+
+def _about(subject: Subject, rows: Sequence[Example]) -> Iterator[str]:
+    """How much of the training rows was valued, and a caution where that is little."""
+    if not rows:
+        return
+    tokens, every = (sum(row.response_tokens for row in x) for x in (rows, subject.train))
+    yield (
+        f"{tokens} of {every} response tokens in {len(rows)} of {len(subject.train)} training "
+        "rows were valued."
+    )
+    if len(rows) < FEWEST:
+        yield (
+            f"Fewer than {FEWEST} rows ({len(rows)}): intervals draw single tokens, and are too "
+            "narrow, because tokens of one row are not independent."
+        )
+
+
+# --- rounds ---------------------------------------------------------------------------------------
+
+_SHARES = (1 / 16, 1 / 4, 1.0)
+_LEAST = {"objective_rows": 8, "oracle_tokens": 16, "fisher_samples": 24}
+Sizes = Mapping[str, tuple[int, int]]
+"""Sizes that are smaller than requested, by name: (now, requested)."""
+
+
+def cut(subject: Subject, fixed: frozenset[str], share: float) -> tuple[Subject, Sizes]:
+    """The subject with a share of its sizes, and the sizes that became smaller.
+
+    Args:
+        subject: with the requested sizes.
+        fixed: names of sizes that stay as they are.
+        share: of each size, in (0, 1].
+    """
+    lengths = [row.response_tokens for row in subject.train if row.response_tokens]
+    requested = {
+        "tokens": min(subject.tokens, sum(lengths)),
+        "objective_rows": len(subject.validation),
+        "oracle_tokens": subject.oracle_tokens,
+        "fisher_samples": subject.fisher_samples,
+    }
+    # The tokens of eight rows, so that intervals are over rows.
+    least = {**_LEAST, "tokens": FEWEST * -(-sum(lengths) // len(lengths))}
+    sizes = {}
+    for name, whole in requested.items():
+        some = min(whole, max(least[name], math.ceil(share * whole)))
+        if name not in fixed and some < whole:
+            sizes[name] = some, whole
+    return subject.resized(**{name: some for name, (some, _) in sizes.items()}), sizes
+
+
+def diagnosed_before(
+    deadline: float | None,
+    subject: Subject,
+    fixed: frozenset[str],
+    diagnose: Callable[[Subject], Diagnosis],
+    *,
+    budget: str = "",
+    clock: Callable[[], float] = time.monotonic,
+) -> Diagnosis:
+    """The largest diagnosis that should be there by the deadline; it says what it was made from.
+
+    Args:
+        deadline: by ``clock``; None for everything that was requested, in one round.
+        subject: what is diagnosed.
+        fixed: names of sizes that stay as they are.
+        diagnose: one round.
+        budget: the time until the deadline, as the user wrote it, for the note.
+        clock: seconds since some moment.
+    """
+    if deadline is None:
+        return diagnose(subject)
+    diagnosis, rounds, seconds = None, 0, 0.0
+    sizes: Sizes = {}
+    for share in _SHARES:
+        smaller, larger_sizes = cut(subject, fixed, share)
+        begun = clock()
+        if diagnosis is not None:
+            # What is not in ``larger_sizes`` is as requested.
+            factors = (
+                larger_sizes.get(name, (whole,))[0] / some for name, (some, whole) in sizes.items()
+            )
+            growth = max(factors, default=1)
+            if growth == 1:  # nothing more would be read
+                continue
+            if begun + growth * seconds > deadline:
+                break
+        try:
+            diagnosis = diagnose(smaller)
+        except (torch.OutOfMemoryError, MemoryError):
+            if diagnosis is None:
+                raise
+            budget = f"{budget}: a larger round ran out of memory"
+            break
+        rounds, sizes, seconds = rounds + 1, larger_sizes, clock() - begun
+    assert diagnosis is not None
+    return _with_sizes(diagnosis, sizes, rounds, budget)
+
+
+def _with_sizes(diagnosis: Diagnosis, sizes: Sizes, rounds: int, budget: str) -> Diagnosis:
+    parts = ", ".join(
+        f"{some} of {whole} {name.replace('_', ' ')}" for name, (some, whole) in sizes.items()
+    )
+    amount = parts or "everything that was asked for"
+    settings = {"budget": budget, "rounds": rounds, "read": amount}
+    in_rounds = f"in {rounds} round{'s' * (rounds > 1)}"
+    notes = (f"Read {parts} {in_rounds} (stopped by the budget of {budget}).",) if parts else ()
+    return replace(
+        diagnosis,
+        notes=(*notes, *diagnosis.notes),
+        settings={**diagnosis.settings, **settings},
     )

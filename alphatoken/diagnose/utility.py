@@ -19,15 +19,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
+from alphatoken.diagnose import CheckedOptions
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.options import CheckedOptions
-from alphatoken.diagnose.statistics import FEWEST, Estimate, bootstrap, relative_error, spearman
+from alphatoken.diagnose.statistics import (
+    FEWEST,
+    Estimate,
+    Numbers,
+    bootstrap,
+    relative_error,
+    spearman,
+)
 from alphatoken.diagnose.stepping import OPTIMIZERS, Stepper, draw_short, token_gradients
 from alphatoken.diagnose.subject import Subject, conclude, require_first_order
 from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
@@ -36,9 +42,8 @@ from alphatoken.model.scope import resolve_layers
 from alphatoken.scorer import Scorer
 from alphatoken.support.options import option
 
-__all__ = ["Options", "Prediction", "diagnose"]
+__all__ = ["Options", "diagnose", "slope"]
 
-Numbers = NDArray[np.float64]
 _FLOAT64 = 20_000_000
 """Models of at most so many parameters are stepped as float64 copies, against cancellation."""
 
@@ -59,7 +64,7 @@ class Options(CheckedOptions):
     )
 
     def __post_init__(self) -> None:
-        """Check every option."""
+        """Check options together, too."""
         super().__post_init__()
         if self.optimizer == "adamw" and self.warmup < 1:
             raise ConfigError(
@@ -73,25 +78,8 @@ class Options(CheckedOptions):
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Values of all tokens of the batch.
-
-    Attributes:
-        name: how it is shown.
-        values: in (row, position) order.
-        calibrated: it is in units of the validation loss; otherwise only its ranks mean something.
-        own: it is what the user's run computes.
-    """
-
-    name: str
-    values: Numbers
-    calibrated: bool
-    own: bool = False
-
-
-@dataclass(frozen=True)
 class _Bench:
-    """Everything that one diagnosis steps with."""
+    """Everything that one diagnosis steps with; tokens are numbered in (row, position) order."""
 
     subject: Subject
     options: Options
@@ -108,12 +96,10 @@ class _Bench:
 
     def gradient_of(self, token: int) -> Mapping[str, Tensor]:
         """Gradient of the loss of one token, sent back through its row alone."""
-        stepper, one = self.stepper, [self.places[token]]
-        return next(
-            token_gradients(
-                stepper.adapter, self.rows, one, stepper.parameters, self.subject.device
-            )
-        )
+        stepper, place = self.stepper, [self.places[token]]
+        device = self.subject.device
+        gradients = token_gradients(stepper.adapter, self.rows, place, stepper.parameters, device)
+        return next(gradients)
 
     def gradient_without(self, token: int | None) -> Callable[[str], Tensor]:
         """Gradient of the training loss without this token, each matrix formed when it is read."""
@@ -122,10 +108,13 @@ class _Bench:
         part = self.gradient_of(token)
         return lambda name: (self.summed[name] - part[name]) / self.count
 
-    def predicted(self, prediction: Prediction, tokens: Sequence[int]) -> Numbers:
+    def predicted(self, values: Numbers, tokens: Sequence[int]) -> Numbers:
         """First-order changes at the user's step size."""
-        scale = self.options.learning_rate / self.count
-        return scale * prediction.values[list(tokens)]
+        return self.options.learning_rate / self.count * values[list(tokens)]
+
+    def calibrated(self, config: ScorerConfig) -> bool:
+        """Whether these values are in units of the loss; else only their ranks mean something."""
+        return config.preconditioner is not None or self.options.optimizer != "adamw"
 
 
 def _bench(subject: Subject, options: Options) -> _Bench:
@@ -161,40 +150,46 @@ def _warm_up_batches(
         tracker.report(step + 1)
 
 
-def _predictions(bench: _Bench) -> tuple[list[Prediction], list[str]]:
-    """The first is the best one there is: exact, over all parameters, of the optimizer's step."""
-    predictions, notes = [], []
-    wanted = _wanted(bench)
-    tracker = bench.subject.tracker("Predictions", len(wanted))
-    adaptive = bench.options.optimizer == "adamw"
-    for number, (name, config, own) in enumerate(wanted):
-        kind = config.preconditioner
-        if adaptive:
-            name += f", P={'1' if kind is None else kind if isinstance(kind, str) else 'given'}"
-        try:
-            values = _values(bench, config)
-        except (UnsupportedError, CoverageError) as problem:
-            notes.append(f"{name} is left out: {str(problem).splitlines()[0]}")
-            continue
-        predictions.append(Prediction(name, values, kind is not None or not adaptive, own))
-        tracker.report(number + 1)
-    return predictions, notes
+def _wanted(bench: _Bench) -> dict[str, ScorerConfig]:
+    """Options of every prediction by its name.
 
-
-def _wanted(bench: _Bench) -> list[tuple[str, ScorerConfig, bool]]:
-    """(name, options, whether they are the user's) of every prediction."""
+    The first is the best that there is: exact, over all parameters, of the optimizer's step. The
+    last is the user's own.
+    """
     adaptive = bench.options.optimizer == "adamw"
     kinds: tuple[Any, ...] = ("full", "frozen", None) if adaptive else (None,)
     adaptation = replace(bench.subject.config, objective="adaptation", precondition_after=1)
     own = adaptation if adaptive else replace(adaptation, preconditioner=None)
     exact = replace(own, estimator="label", part="both", derivative="forward_mode")
     whole = replace(exact, layers="all", parameters="all")
-    configs = [("exact, all parameters", replace(whole, preconditioner=p), False) for p in kinds]
+    configs = [("exact, all parameters", replace(whole, preconditioner=p)) for p in kinds]
     further = "" if own.parameters == "linears" else f", {own.parameters}"
-    name = f"{own.estimator}, {len(resolve_layers(bench.subject.adapter, own.layers))} layers"
+    layers = resolve_layers(bench.subject.adapter, own.layers)
+    name = f"{own.estimator}, {len(layers)} layers{further}"
     if adaptive and own.preconditioner != "full":
-        configs.append((name + further, replace(own, preconditioner="full"), False))
-    return [*configs, (name + further, own, True)]
+        configs.append((name, replace(own, preconditioner="full")))
+    wanted = {}
+    configs.append((name, own))
+    for prediction, config in configs:
+        kind = "1" if config.preconditioner is None else config.preconditioner
+        suffix = f", P={kind if isinstance(kind, str) else 'given'}" if adaptive else ""
+        wanted[prediction + suffix] = config
+    return wanted
+
+
+def _predictions(bench: _Bench) -> tuple[dict[str, Numbers], list[str]]:
+    """Values of all tokens by the name of the prediction, and why some are left out."""
+    predictions, notes = {}, []
+    wanted = _wanted(bench)
+    tracker = bench.subject.tracker("Predictions", len(wanted))
+    for number, (name, config) in enumerate(wanted.items()):
+        try:
+            predictions[name] = _values(bench, config)
+        except (UnsupportedError, CoverageError) as problem:
+            notes.append(f"{name} is left out: {str(problem).splitlines()[0]}")
+            continue
+        tracker.report(number + 1)
+    return predictions, notes
 
 
 def _values(bench: _Bench, config: ScorerConfig) -> Numbers:
@@ -246,19 +241,19 @@ def slope(predicted: Numbers, actual: Numbers) -> float:
 
 
 def _quality(
-    bench: _Bench, prediction: Prediction, tokens: Sequence[int], actual: Numbers
+    bench: _Bench, values: Numbers, tokens: Sequence[int], actual: Numbers, *, calibrated: bool
 ) -> dict[str, Estimate]:
-    predicted = bench.predicted(prediction, tokens)
+    predicted = bench.predicted(values, tokens)
     rows = np.array([bench.places[token][0] for token in tokens])
+    unscaled = Estimate.undefined(len(actual), "not in units of the loss")
 
-    def boot(statistic: Any) -> Estimate:
+    def boot(statistic: Callable[[Numbers, Numbers], float]) -> Estimate:
         return bootstrap(statistic, predicted, actual, groups=rows)
 
-    unscaled = Estimate.undefined(len(actual), "not in units of the loss")
     return {
         "spearman": boot(spearman),
-        "slope": boot(slope) if prediction.calibrated else unscaled,
-        "relative_error": boot(relative_error) if prediction.calibrated else unscaled,
+        "slope": boot(slope) if calibrated else unscaled,
+        "relative_error": boot(relative_error) if calibrated else unscaled,
     }
 
 
@@ -275,25 +270,32 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     options = options or Options()
     require_first_order(subject.config)
     bench = _bench(subject, options)
+    wanted = _wanted(bench)
     predictions, left_out = _predictions(bench)
     tokens = _tokens(bench)
     actual = _actual(bench, tokens, options.learning_rate)
+    records = [
+        {"prediction": name}
+        | _quality(bench, values, tokens, actual, calibrated=bench.calibrated(wanted[name]))
+        for name, values in predictions.items()
+    ]
     quality = Table.of(
         "one-token",
         "Leaving one token out",
-        [{"prediction": p.name} | _quality(bench, p, tokens, actual) for p in predictions],
+        records,
         "With P = 1 under an adaptive optimizer a value is not in units of the loss.",
     )
-    own = next((p for p in predictions if p.own), predictions[0])
-    score = quality.estimate(predictions.index(own), "spearman")
+    *_, own = wanted
+    own = own if own in predictions else next(iter(predictions))
+    score = quality.estimate(list(predictions).index(own), "spearman")
     return conclude(
         "utility",
         subject,
-        f"Values ({own.name}) {'rank' if score.low > 0 else 'cannot be said to rank'} tokens by "
+        f"Values ({own}) {'rank' if score.low > 0 else 'cannot be said to rank'} tokens by "
         f"what one {options.optimizer} step of size {options.learning_rate:g} does: rank "
         f"correlation {score}.",
         [quality],
-        [_figure(bench, predictions, own, tokens, actual)],
+        [_figure(bench, predictions, own, tokens, actual, bench.calibrated(wanted[own]))],
         valued=bench.rows,
         notes=[*_notes(bench), *left_out],
         settings=asdict(options),
@@ -302,13 +304,14 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
 def _figure(
     bench: _Bench,
-    predictions: Sequence[Prediction],
-    own: Prediction,
+    predictions: Mapping[str, Numbers],
+    own: str,
     tokens: Sequence[int],
     actual: Numbers,
+    calibrated: bool,
 ) -> Figure:
     """The user's prediction against what happened, over a table with every prediction."""
-    predicted = {p.name: bench.predicted(p, tokens) for p in predictions}
+    predicted = {name: bench.predicted(values, tokens) for name, values in predictions.items()}
     records = [
         {"row": bench.places[token][0], "position": bench.places[token][1]}
         | {"actual": float(actual[place])}
@@ -319,13 +322,13 @@ def _figure(
         "scatter",
         "scatter",
         Table.of("left-out", "Every token that was left out", records),
-        f"Predicted against actual effect: {own.name}",
+        f"Predicted against actual effect: {own}",
         "On the dashed line the prediction is right; without one the value is not in units of the "
         "loss, and only the order counts.",
-        x=own.name,
+        x=own,
         y="actual",
-        guides=(Guide(of="equal", label="right"),) if own.calibrated else (),
-        xlabel="predicted" if own.calibrated else "value, times the step size",
+        guides=(Guide(of="equal", label="right"),) if calibrated else (),
+        xlabel="predicted" if calibrated else "value, times the step size",
         ylabel="actual change of the validation loss",
     )
 

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.data import Example
+from alphatoken.diagnose import CheckedOptions
 from alphatoken.diagnose.diagnosis import Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.options import CheckedOptions
 from alphatoken.diagnose.pairs import (
     ALPHA,
     DEVIATION,
@@ -40,18 +40,18 @@ from alphatoken.diagnose.subject import Subject, conclude, gathered, places_of
 from alphatoken.diagnose.valuing import Setting, scorer_for
 from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.estimate.columns import contract_columns
-from alphatoken.estimate.estimators import (
+from alphatoken.estimate.captured import (
     TokenErrors,
+    contract_columns,
     pull_back,
     scored_attentions,
     token_errors,
 )
-from alphatoken.model.backward import accumulate_errors
+from alphatoken.model.attention import AttentionUse
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position, to_token_index
-from alphatoken.model.capture import Recorder, record
+from alphatoken.model.capture import Recorder, accumulate_errors, record
+from alphatoken.model.delta_rule import DeltaUse
 from alphatoken.model.scope import mixers_without_rule
-from alphatoken.model.uses import AttentionUse, DeltaUse
 from alphatoken.scorer import Scorer
 from alphatoken.support.options import option
 
@@ -84,7 +84,7 @@ class Options(CheckedOptions):
     )
 
     def __post_init__(self) -> None:
-        """Check every option."""
+        """Check that the file is there, too."""
         super().__post_init__()
         if self.collected is not None and not Path(self.collected).is_file():
             raise ConfigError(
@@ -131,8 +131,6 @@ def hop_errors(recorder: Recorder, loss: Tensor) -> list[Tensor | None]:
 def _hop_errors_of(
     recorder: Recorder, attention: AttentionUse | DeltaUse, error: Tensor
 ) -> dict[int, Tensor]:
-    """Hops through one call, from the errors at its heads' outputs."""
-
     def pulled(mode: str) -> dict[int, Tensor]:
         with recorder.switch.to(mode):
             return pull_back(recorder, attention, attention.output, error)
@@ -188,25 +186,23 @@ def causal_columns(
             "value": errors("alphatoken", "causal").causal,
         }
         by_layer: dict[int, dict[str, Tensor]] = {}
-        sides, names = [direction], scorer.scored.names
         for layer in sorted({use.linear.layer for use in recorder.linears}):
             here = [use.linear.layer == layer for use in recorder.linears]
-            kept = {
-                name: [e if own else None for e, own in zip(part, here, strict=True)]
-                for name, part in columns.items()
+            part = {
+                name: [e if own else None for e, own in zip(column, here, strict=True)]
+                for name, column in columns.items()
             }
-            first = contract_columns(
-                recorder, TokenErrors(kept["exact"], kept["hop"]), sides, names
-            )[0]
-            second = contract_columns(
-                recorder, TokenErrors(kept["value"], kept["near"]), sides, names
-            )[0]
+            # A contraction takes two columns of errors: here they are no direct and causal part.
+            ((exact, hop),), ((value, near),) = (
+                contract_columns(recorder, TokenErrors(*pair), [direction], scorer.scored.names)
+                for pair in ((part["exact"], part["hop"]), (part["value"], part["near"]))
+            )
             by_layer[layer] = {
-                "exact": first.direct,
-                "window": second.causal,
-                "beyond": second.direct - second.causal,
-                "score": first.causal - second.direct,
-                "longer": first.direct - first.causal,
+                "exact": exact,
+                "window": near,
+                "beyond": value - near,
+                "score": hop - value,
+                "longer": exact - hop,
             }
     return by_layer
 
@@ -256,13 +252,9 @@ def share_records(parts: Mapping[str, Numbers], rows: Numbers, layer: str) -> li
     above 1.
     """
     exact = parts["exact"]
+    signed = {name: bootstrap(_signed, parts[name], exact, groups=rows) for name in PARTS}
     return [
-        {
-            "layer": layer,
-            "part": title,
-            "signed": bootstrap(_signed, parts[name], exact, groups=rows),
-        }
-        for name, title in PARTS.items()
+        {"layer": layer, "part": title, "signed": signed[name]} for name, title in PARTS.items()
     ]
 
 
@@ -279,45 +271,36 @@ def collect_pairs(
 ) -> tuple[PairCounts, float]:
     """Counts of the pairs of all batches and layers; and the share of positions looked at.
 
-    A pair's positions both predict a response token: the self-only error of a query is zero
-    elsewhere, so no other pair takes part in the values. The share is of token positions with a
-    pair.
+    A pair's positions both predict a response token. The share is of token positions with a pair.
     """
+    # The self-only error of a query is zero elsewhere: no other pair takes part in the values.
     window, limit = subject.config.window, subject.adapter.max_positions()
     batches = [read_batch(batch, max_length=limit) for batch in subject.batches(rows)]
     used = [to_label_position(batch.mask) for batch in batches]
     chosen = choose_positions(used, window, budget, subject.seed)
     tracker = subject.tracker("Attention pairs", len(batches))
-    counts = PairCounts.total([])
+    counts: list[PairCounts] = []
     for number, (batch, mask, picked) in enumerate(zip(batches, used, chosen, strict=True)):
         calls = attention_calls(subject.adapter, layers, batch) if bool(picked.any()) else ()
         for _, call, output in calls:
-            counts += PairCounts.of(*weigh_pairs(call, output, mask, picked, window))
+            counts.append(PairCounts.of(*weigh_pairs(call, output, mask, picked, window)))
         tracker.report(number + 1)
     whole = sum(int((pair_counts(mask, window) > 0).sum()) for mask in used)
     share = sum(int(mask.sum()) for mask in chosen) / whole if whole else 0.0
-    return counts, share
+    return PairCounts.total(counts), share
 
 
 def training_records(collected: CollectedPairs) -> list[dict[str, Any]]:
     """One record a step and level: share of the probe's pairs at or above it."""
+    counts = {step: collected.total([step]) for step in sorted(collected.steps)}
     return [
-        {
-            "step": step,
-            "level": level,
-            "pairs": collected.total([step]).pairs,
-            "share": collected.total([step]).share_above(level),
-        }
-        for step in sorted(collected.steps)
+        {"step": step, "level": level, "pairs": of.pairs, "share": of.share_above(level)}
+        for step, of in counts.items()
         for level in LEVELS
     ]
 
 
-# --- answer ------------------------------------------------------------------------------------
-
-
 def _conclusion(shares: Table) -> str:
-    """Share that Value-Propagation sees over all layers together."""
     whole = [i for i, record in enumerate(shares.records()) if record["layer"] == "all"]
     if not whole:
         return "No share was computed."
@@ -325,11 +308,8 @@ def _conclusion(shares: Table) -> str:
     return f"Value-Propagation sees {share} of the exact causal value."
 
 
-# --- figures -----------------------------------------------------------------------------------
-
-
-def density_figure(key: str, pairs: PairCounts, said: str) -> Figure:
-    """Joint density of weight and deviation; ``said``: of which pairs."""
+def density_figure(key: str, pairs: PairCounts, which: str) -> Figure:
+    """Joint density of weight and deviation of the pairs that ``which`` names."""
     alpha, deviation = 10.0**ALPHA, 10.0**DEVIATION
     cells = [
         {
@@ -346,7 +326,7 @@ def density_figure(key: str, pairs: PairCounts, said: str) -> Figure:
         key,
         Table.of(key, "Joint density of the pairs", cells),
         "Attention weight and value-output deviation",
-        f"{said}, all scored layers and heads together, counted on a logarithmic scale. Dashed "
+        f"{which}, all scored layers and heads together, counted on a logarithmic scale. Dashed "
         "lines join pairs of equal risk (weight times deviation); above and beside are the "
         "margins. The approximation is safest where the mass lies far to the lower left of the "
         "lines; pairs to the upper right are those whose score path is left out at a cost.",
@@ -363,7 +343,7 @@ def density_figure(key: str, pairs: PairCounts, said: str) -> Figure:
 def training_figures(collected: CollectedPairs) -> list[Figure]:
     """Density of what a run collected while it trained, and the share above each level by step."""
     steps = sorted(collected.steps)
-    said = f"The pairs of a fixed probe at {len(steps)} steps from {steps[0]} to {steps[-1]}"
+    which = f"The pairs of a fixed probe at {len(steps)} steps from {steps[0]} to {steps[-1]}"
     table = Table.of(
         "risk_training", "Share of the probe's pairs above each level", training_records(collected)
     )
@@ -382,7 +362,7 @@ def training_figures(collected: CollectedPairs) -> list[Figure]:
         ylabel="share of the pairs",
         limits=(None, (0.0, None)),
     )
-    return [density_figure("density_training", collected.total(), said), by_step]
+    return [density_figure("density_training", collected.total(), which), by_step]
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -457,9 +437,8 @@ def _notes(
         named = "; ".join(f"{name} ({kind})" for name, kind in others.items())
         notes.append(f"Left out, not softmax attention alone: {named}.")
     if below:
+        numbers = ", ".join(map(str, sorted(below)))
         notes.append(
-            "No shares for layers "
-            + ", ".join(map(str, sorted(below)))
-            + ": a layer above them has no self-only backward."
+            f"No shares for layers {numbers}: a layer above them has no self-only backward."
         )
     return notes

@@ -1,4 +1,10 @@
-"""Values of a subject under other settings, at another checkpoint, along other directions."""
+"""Values of a subject under other settings, at another checkpoint, along other directions.
+
+Values are linear in the direction: with M = sum_v w_v G_v the value of a token is
+sum_v w_v <.., G_v>. Scored once against the summed gradient of every validation row, the tokens
+have a value for every subset and every resample of those rows, by a weighted sum
+(``recombined``); so the decisions under redrawn rows need no further scoring.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +16,32 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alphatoken.config import READ_BY, ScorerConfig, refused_by_estimator
+from alphatoken.config import ESTIMATORS, READ_BY, WALK, ScorerConfig, refused_by_estimator
 from alphatoken.data import Example
+from alphatoken.diagnose.statistics import FEWEST, Numbers, kept
 from alphatoken.diagnose.subject import Subject, gathered
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.objective import objective_gradient
-from alphatoken.errors import CoverageError, UnsupportedError
-from alphatoken.estimate.columns import contract_columns
+from alphatoken.errors import ConfigError, CoverageError, DataError, InputError, UnsupportedError
+from alphatoken.estimate.captured import Captured, assign_columns, contract_columns
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.estimate.names import ESTIMATORS, WALK
 from alphatoken.estimate.proofs import CoverageReport
-from alphatoken.estimate.token_values import assign_columns
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
-from alphatoken.model.layer_choice import layers_within
+from alphatoken.model.choice import layers_within
 from alphatoken.scorer import Scorer
-from alphatoken.scoring.captured import Captured
 
 __all__ = [
     "WINDOWED",
+    "OwnValues",
     "Setting",
-    "along",
     "depths_of",
     "full_gradient",
+    "keep_shares",
     "read",
+    "recombined",
     "retention_term",
+    "row_columns",
     "scorer_for",
     "supported",
     "values_along",
@@ -46,8 +53,8 @@ WINDOWED = ("alphatoken", "paper_literal")
 """Estimators that Value-Propagation's window changes."""
 
 _DEPTHS = 8  # numbers of layers that are tried
-
-Numbers = NDArray[np.float64]
+_FEWEST_ROWS = 4  # that are drawn again from themselves
+_HELD = 2**28  # numbers of per-row gradients held at a time (1 GiB in float32)
 
 
 def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
@@ -126,12 +133,13 @@ def values_along(
         label: of the progress.
     """
     tracker = subject.tracker(label or f"Values, {scorer.config.estimator}", len(rows))
+    estimator = scorer.estimator
 
     def of(batch: dict[str, Tensor]) -> dict[int, Tensor]:
         checked = read_batch(batch, max_length=scorer.adapter.max_positions())
-        # The proofs of coverage, isolation and derivatives, on this model.
-        if scorer.estimator.proofs.pending:
-            scorer.estimator.prove(around_responses(checked), directions)
+        # ``Scorer.score`` would prove coverage and isolation on this model; this way goes round it.
+        if estimator.proofs.pending:
+            estimator.prove(around_responses(checked), directions)
         return {n: v[checked.mask] for n, v in enumerate(_along(scorer, checked, directions))}
 
     return np.stack([*gathered(subject.batches(rows), tracker, of).values()], axis=1)
@@ -140,7 +148,6 @@ def values_along(
 def _along(
     scorer: Scorer, batch: LabelledBatch, directions: Sequence[Mapping[str, Tensor]]
 ) -> list[Tensor]:
-    """(b, t) values along each direction."""
     estimator = scorer.estimator
     if not isinstance(estimator, Captured):
         first = scorer.scored.first or 0
@@ -201,17 +208,18 @@ class Setting:
         """Text of the setting for a reader."""
         if self.everything:
             return f"{self.estimator}, all parameters"
-        whole = f"{self.estimator}, K={len(self.layers)}"
-        if self.estimator not in WINDOWED:
-            return whole
-        return f"{whole}, W={'T' if self.window is None else self.window}"
+        return ", ".join(
+            name if key == "estimator" else f"{key}={name}"
+            for key, name in self.columns.items()
+            if name is not None
+        )
 
     @property
     def columns(self) -> dict[str, Any]:
         """Cells of a table for this setting."""
-        windowed = self.estimator in WINDOWED
-        window = ("T" if self.window is None else self.window) if windowed else None
-        return {"estimator": self.estimator, "K": len(self.layers), "W": window}
+        window = "T" if self.window is None else self.window
+        shown = window if self.estimator in WINDOWED else None
+        return {"estimator": self.estimator, "K": len(self.layers), "W": shown}
 
     def config(self, base: ScorerConfig) -> ScorerConfig:
         """Options of a scorer that computes it: the validation side alone, P = 1."""
@@ -281,21 +289,197 @@ def read(
     """
     values: dict[Setting, Numbers] = {}
     proved: dict[str, CoverageReport] = {}
+    named = dict(subject.model.named_parameters(remove_duplicate=False))
+    # By the identity of the parameter: a tied one has several names.
+    m_of = {id(named[name]): matrix for name, matrix in direction.items()}
     for setting in sorted(settings, key=lambda one: -len(one.layers)):
         config = setting.config(subject.config)
         scorer = scorer_for(subject, rows=subject.validation[:1], config=config)
-        if setting.estimator in proved:  # of at least these layers
+        if setting.estimator in proved:  # of at least these layers, which come first
             scorer.estimator.proofs.take(proved[setting.estimator])
-        own = along(subject.model, direction, scorer.parameters)
+        own = {name: m_of[id(parameter)] for name, parameter in scorer.parameters.items()}
         values[setting] = values_along(subject, scorer, rows, [own], f"Values, {setting}")[:, 0]
         proved[setting.estimator] = scorer.coverage
     return {setting: values[setting] for setting in settings}
 
 
-def along(
-    model: nn.Module, direction: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return ``direction`` keyed as ``parameters``; a tied parameter has several names."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    direction_of = {id(named[name]): matrix for name, matrix in direction.items()}
-    return {name: direction_of[id(parameter)] for name, parameter in parameters.items()}
+# --- values at the run's own settings -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnValues:
+    """Values of sampled training ``rows`` against all ``validation`` rows with a response.
+
+    ``model`` is whose tokens are valued, with its ``retention`` term or None; ``values`` are as
+    ``Subject.score`` returns them; ``notes`` are on the sample and on the model.
+    """
+
+    subject: Subject
+    model: nn.Module
+    retention: FisherDrift | None
+    rows: list[Example]
+    validation: list[Example]
+    scorer: Scorer
+    values: dict[str, NDArray[Any]]
+    notes: list[str]
+
+    @classmethod
+    def of(cls, subject: Subject, *, tuned: bool = False) -> OwnValues:
+        """Sample rows and score them.
+
+        Args:
+            subject: what is diagnosed.
+            tuned: whether the model after fine-tuning is valued, where the retention term is not
+                zero, with a Fisher of all layers; else the model as it was given.
+
+        Raises:
+            ConfigError: the objective has no validation side. InputError: too few tokens.
+            DataError: too few validation rows.
+        """
+        config = subject.config
+        if config.objective == "stability":
+            raise ConfigError(
+                "the run has no validation side that its decisions could depend on",
+                got="objective='stability'",
+                remedy="objective='both' or 'adaptation'",
+            )
+        rows = subject.sample()
+        subject.require_tokens(rows, 2 * FEWEST, "rankings and shares of decisions are compared")
+        validation, notes = _validation(subject)
+        model, retention = subject.model, None
+        if not tuned:
+            retention = retention_term(subject)
+            if retention is None and config.objective == "both":
+                notes.append(
+                    "The model as given is its own reference, so its retention term is zero: these "
+                    "are adaptation values."
+                )
+        elif config.objective != "adaptation":
+            _, model, origin = subject.before_and_after()
+            # Of all layers, because numbers of scored layers are compared with one Fisher.
+            retention = subject.fisher or subject.fitted_fisher(
+                layers="all", parameters=config.parameters
+            )
+            notes.append(f"Values are those of the model after fine-tuning. {origin}")
+        scorer = scorer_for(subject, model=model, retention=retention, rows=validation)
+        values = subject.score(scorer, rows, "Values of the run")
+        return cls(subject, model, retention, rows, validation, scorer, values, notes)
+
+    @property
+    def total(self) -> Numbers:
+        """Total values of shape (n,)."""
+        return self.values["total"]
+
+    @property
+    def groups(self) -> NDArray[Any]:
+        """(n,) row of each token."""
+        return self.values["row"]
+
+    @property
+    def rest(self) -> Numbers:
+        """(n,) what no validation row changes: lambda times the stability value."""
+        stability = self.values.get("stability", np.zeros_like(self.total))
+        return stability * self.subject.config.stability_weight
+
+
+def _validation(subject: Subject) -> tuple[list[Example], list[str]]:
+    usable = [row for row in subject.validation if row.response_tokens]
+    if len(usable) < _FEWEST_ROWS:
+        raise DataError(
+            f"at least {_FEWEST_ROWS} validation rows are needed",
+            got=f"{len(usable)} with a response",
+            why="rows are drawn again from themselves; fewer say nothing of each other",
+            remedy="give more validation rows",
+        )
+    note = f"Only {len(usable)} validation rows: a bootstrap of so few understates the noise."
+    return usable, [note] if len(usable) < 16 else []
+
+
+# --- against validation rows one by one -----------------------------------------------------------
+
+Columns = tuple[Numbers, NDArray[np.int64]]
+"""(n, V) values of n tokens against the *summed* gradient of each row's response tokens, and (V,)
+how many response tokens the rows have."""
+
+
+def recombined(columns: Columns, weights: NDArray[Any]) -> Numbers:
+    """Adaptation values if row v is there ``weights[..., v]`` times: (..., V) to (..., n).
+
+        value = sum_v w_v c_v / sum_v w_v n_v
+
+    which is what scoring against those rows gives, because J_tgt is a mean over tokens.
+    Exact up to rounding. Oracle: ``Scorer`` with those rows as its validation batches.
+
+    Raises:
+        InputError: weights without any response token.
+    """
+    sums, tokens = columns
+    counts = np.asarray(weights, dtype=np.float64) @ tokens
+    if not (counts > 0).all():
+        raise InputError(
+            "a choice of validation rows has no response token",
+            got=f"{int((counts <= 0).sum())} of {counts.size} choices",
+            remedy="leave out rows without a response",
+        )
+    values: Numbers = (weights @ sums.T) / counts[..., None]
+    return values
+
+
+def row_columns(
+    subject: Subject, scorer: Scorer, rows: Sequence[Example], validation: Sequence[Example]
+) -> Columns:
+    """Score ``rows`` against every validation row by itself.
+
+    The scorer's validation batches are put back afterwards.
+
+    Raises:
+        ConfigError: the objective has no validation side, P depends on the batch, or values are
+            along a walk, whose optimizer divides gradients by their own size.
+    """
+    config = scorer.config
+    if not config.adapts or config.preconditioner == "full" or config.estimator == WALK:
+        raise ConfigError(
+            "validation rows can be told apart only where values are linear in their gradients",
+            got=f"estimator={config.estimator!r}, objective={config.objective!r}, "
+            f"preconditioner={config.preconditioner!r:.40}",
+            remedy="an estimator other than 'walk', objective='both' or 'adaptation', "
+            "preconditioner=None",
+        )
+    # As many gradients are held at a time as fit into 1 GiB; for each such chunk the rows are sent
+    # through the model once more.
+    size = sum(p.numel() for p in scorer.parameters.values())
+    chunk = max(1, _HELD // size)
+    blocks: list[Numbers] = []
+    validation_before = scorer.validation
+    try:
+        for start in range(0, len(validation), chunk):
+            directions = []
+            for row in validation[start : start + chunk]:
+                scorer.set_validation(subject.batches([row]))
+                directions.append(scorer.direction.adaptation)
+            label = f"Values against {start + len(directions)} of {len(validation)} validation rows"
+            blocks.append(values_along(subject, scorer, rows, directions, label))
+    finally:
+        scorer.set_validation(validation_before)
+    # Each direction is a mean over the tokens of its row: times their number, it is a sum.
+    tokens = np.array([row.response_tokens for row in validation], dtype=np.int64)
+    return np.concatenate(blocks, axis=1) * tokens, tokens
+
+
+def keep_shares(
+    columns: Columns, rest: Numbers, ratio: float, resamples: int, *, seed: int
+) -> Numbers:
+    """(n,) share of the resamples in which each token is kept.
+
+    Args:
+        columns: values against each of V rows.
+        rest: (n,) what is added to them, the same in each resample.
+        ratio: share to keep, at one threshold for all tokens.
+        resamples: how many, each of V rows drawn from the V with replacement.
+        seed: of the draws.
+    """
+    rows = len(columns[1])
+    generator = np.random.default_rng(seed)
+    weights = generator.multinomial(rows, np.full(rows, 1 / rows), size=resamples)
+    share: Numbers = kept(recombined(columns, weights) + rest, ratio).mean(0)
+    return share

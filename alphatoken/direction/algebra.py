@@ -1,7 +1,6 @@
 """The direction M = P o (G + lambda V): algebra on per-parameter matrices, no autograd.
 
-Every score is one contraction with one direction, so the four ingredients meet here only:
-G the validation gradient, V the retention term, lambda the stability weight, P a preconditioner.
+G is the validation gradient, V the retention term, lambda the stability weight, P a preconditioner.
 Dictionaries map parameter names to tensors in the parameter's own shape.
 """
 
@@ -74,24 +73,20 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def read_together(numbers: Sequence[Tensor]) -> list[float]:
-    """Tensors of one number each in one transfer, since each transfer waits for the device."""
+    """Tensors of one number each, as numbers."""
     if not numbers:
         return []
+    # In one transfer, since each transfer waits for the device.
     together = torch.stack([number.double().to(numbers[0].device) for number in numbers])
     read: list[float] = together.tolist()
     return read
 
 
 class SummedDirection(Mapping[str, Tensor]):
-    """``G + lambda V`` by parameter name; each sum is made when it is read.
+    """``P o (G + lambda V)`` by parameter name.
 
-    It is let go after its use, so that the whole M never lies in memory beside the two sides that
-    it is the sum of.
-
-    Args:
-        adaptation: ``P o G``.
-        stability: ``P o V``, for the same parameters.
-        stability_weight: lambda.
+    Each sum is made when it is read and let go after its use, so that the whole M never lies in
+    memory beside its two sides.
     """
 
     def __init__(
@@ -103,7 +98,7 @@ class SummedDirection(Mapping[str, Tensor]):
         self._sides, self._weight = (adaptation, stability), stability_weight
 
     def __getitem__(self, name: str) -> Tensor:
-        """M of one parameter."""
+        """M of one parameter, in its shape."""
         adaptation, stability = self._sides
         return adaptation[name] + self._weight * stability[name]
 
@@ -152,9 +147,9 @@ class Direction:
         """(adaptation, stability) to take products with, None for no such side.
 
         Without ``components`` both are summed to M as one side, the first, which saves a
-        contraction. With ``parts`` they are never summed: these are contracted in place of the
-        adaptation side.
+        contraction.
         """
+        # With ``parts`` they are not: these are contracted in place of the adaptation side.
         adaptation, stability = self.adaptation or None, self.stability
         if components or self.parts or adaptation is None or stability is None:
             return adaptation, stability
@@ -165,7 +160,6 @@ class Direction:
         """``||lambda V|| / ||G||`` per parameter, both preconditioned, to choose lambda by.
 
         It is 0 without a retention term or before any drift, inf where G vanishes and V does not.
-        Measured at the first look.
         """
         stability, ratios = self.norms_of(self.stability or {}), dict[str, float]()
         for name, g in self.norms_of(self.adaptation).items():

@@ -1,17 +1,98 @@
-"""What values are taken along, kept for as long as it belongs to the model."""
+"""What values are taken along: kept for as long as it belongs to model, data and optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from alphatoken.direction.age import age_of, weights_age
+import torch
+from torch import Tensor, nn
+
+from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.inputs import DirectionInputs, Retention
 from alphatoken.errors import ModelError
+from alphatoken.model.batch import PreferenceBatch
+from alphatoken.model.fingerprint import numbers_of
 
-__all__ = ["DirectionCache"]
+__all__ = ["DirectionCache", "age_of", "require_gradients", "weights_age"]
 
 T = TypeVar("T")
+
+
+def weights_age(model: nn.Module) -> object:
+    """A value that is equal at two times only if no weight was written to in between."""
+    return numbers_of(model.parameters())
+
+
+def age_of(inputs: DirectionInputs) -> tuple[object, ...]:
+    """A value that is equal at two times only if G and V need not be rebuilt in between.
+
+    The first entry is ``weights_age``.
+    """
+    if inputs.scored.sharding is not None:  # each process sees its own parts: always stale
+        return (object(),)
+    # Every parameter of the model counts and not only those in scope: G is a gradient through
+    # all of them, and moves with frozen ones too if somebody writes to them.
+    model, p = inputs.adapter.model, inputs.config.preconditioner
+    return (
+        weights_age(model),
+        numbers_of(model.buffers()),
+        # Autocast rounds the products that G is made of.
+        [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")],
+        numbers_of(_tensors_in((inputs.validation, inputs.arguments.retention))),
+        _identity(inputs.arguments.retention),
+        numbers_of(_tensors_in(p)) if isinstance(p, Mapping) else _optimizer_age(inputs),
+        _versions(vars(inputs.arguments.influence).values() if inputs.arguments.influence else ()),
+    )
+
+
+def _optimizer_age(inputs: DirectionInputs) -> object:
+    optimizer = inputs.arguments.optimizer
+    if inputs.config.preconditioner != "frozen" or optimizer is None:
+        return None
+    inputs.check_preconditioner()  # a hook may have been put beside the step
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    state = [optimizer.state.get(p, {}) for p in inputs.scored.parameters.values()]
+    return numbers_of(_tensors_in((state, groups))), repr(groups)
+
+
+def _identity(retention: object) -> object:
+    if not isinstance(retention, FisherDrift):
+        return None
+    # Constants, so that none of them need be read.
+    return _versions(m for m in (retention.fisher, retention.reference) if isinstance(m, dict))
+
+
+def _versions(tensors: Iterable[object]) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor._version) for m in tensors for tensor in _tensors_in(m)]
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, PreferenceBatch):
+        yield from _tensors_in(list(vars(value).values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:  # other collections may read their batches from a disk
+            yield from _tensors_in(item)
+
+
+def require_gradients(model: nn.Module) -> None:
+    """Raise where no graph can be built.
+
+    Raises:
+        ModelError: inference mode is on, or a parameter was made in it.
+    """
+    outside = next((n for n, p in model.named_parameters() if p.is_inference()), None)
+    if outside is not None or torch.is_inference_mode_enabled():
+        raise ModelError(
+            "values need gradients, which inference mode rules out for good",
+            got="torch.inference_mode() is on" if outside is None else f"{outside}, made in it",
+            remedy="load the model and call outside torch.inference_mode(); torch.no_grad() is "
+            "fine",
+        )
 
 
 class DirectionCache(Generic[T]):
@@ -25,7 +106,7 @@ class DirectionCache(Generic[T]):
         lasts: changes of the age after which it is stale; 0: it is kept until ``invalidate``.
 
     Attributes:
-        inputs: what it is built from.
+        inputs: what it is built from now; ``set_validation`` and ``set_retention`` replace it.
         pinned: what decides in the age's place; None for the age.
         kept: what was built last, whether it is stale or not; None before and after ``invalidate``.
         version: another number after each use that came with a change or built anew.
@@ -48,19 +129,15 @@ class DirectionCache(Generic[T]):
         self._age: tuple[object, ...] | None = None
         self._changes = 0
 
-    # --- what it is built from -------------------------------------------------------------------
-
     def set_validation(self, validation: Any) -> None:
-        """Take another validation set, once it is checked; the next use builds anew."""
+        """Build against another validation set from the next use on, once it is checked."""
         self.inputs = self.inputs.against(validation)
         self.invalidate()
 
     def set_retention(self, retention: Retention) -> None:
-        """Take another retention term, once it is checked; the next use builds anew."""
+        """Build with another retention term from the next use on, once it is checked."""
         self.inputs = self.inputs.retaining(retention)
         self.invalidate()
-
-    # --- whether it is stale ---------------------------------------------------------------------
 
     def pin(self, version: object | None) -> None:
         """Let ``version`` decide when it is stale, instead of the weights' numbers."""
@@ -96,8 +173,6 @@ class DirectionCache(Generic[T]):
                 why="its graph and the direction are of the earlier weights",
                 remedy="take the values before the optimizer's step, inside observe()",
             )
-
-    # --- using it --------------------------------------------------------------------------------
 
     def current(self) -> T:
         """The one of the current weights; built where there is none, or it is stale."""

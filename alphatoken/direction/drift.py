@@ -75,8 +75,7 @@ class FisherDrift:
     shapes: dict[str, torch.Size] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        # The dataclass is frozen, so that nothing is replaced once it is checked; its own
-        # ``__post_init__`` writes past that.
+        # Frozen, so that nothing is replaced once it is checked.
         for attribute in ("fisher", "reference", "factors"):
             object.__setattr__(self, attribute, dict(getattr(self, attribute)))
         object.__setattr__(self, "metadata", _plain(self.metadata))
@@ -121,18 +120,14 @@ class FisherDrift:
 
     @torch.no_grad()
     def direction(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """V for the given current weights: exact, in float32 (float64 for float64 weights).
+        """V by parameter name, from the current weights; of their shapes, without a graph.
 
-        Args:
-            parameters: parameter name -> current weight, each covered by this Fisher.
-
-        Returns:
-            parameter name -> V, in the weight's shape and on its device; no graph.
+        Exactness: exact, in float32 (float64 for float64 weights).
 
         Raises:
             FisherError: a parameter that is not covered, or of another shape.
         """
-        self._require(parameters)
+        self.require({name: weight.shape for name, weight in parameters.items()})
         return {name: self._V(name, weight.detach()) for name, weight in parameters.items()}
 
     def _V(self, name: str, weight: Tensor) -> Tensor:
@@ -167,19 +162,14 @@ class FisherDrift:
                     remedy="fit the Fisher for this model",
                 )
 
-    def _require(self, parameters: Mapping[str, Tensor]) -> None:
-        self.require({name: weight.shape for name, weight in parameters.items()})
-
     @torch.no_grad()
     def drift(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
-        """Relative drift ||W - W_ref|| / ||W_ref|| (Frobenius) of each given parameter.
+        """Relative drift ||W - W_ref|| / ||W_ref|| (Frobenius) by parameter name.
 
-        Parameters whose reference is zero (LoRA's B before training) are left out.
-
-        Raises:
-            FisherError: as :meth:`direction`.
+        Parameters whose reference is zero (LoRA's B before training) are left out. Raises as
+        :meth:`direction`.
         """
-        self._require(parameters)
+        self.require({name: weight.shape for name, weight in parameters.items()})
         relative: dict[str, float] = {}
         for name, weight in parameters.items():
             # Only compared with a limit, so float32 will do for float64 weights as well.
@@ -201,9 +191,8 @@ class FisherDrift:
         Args:
             model: the model that is scored, or its adapter.
             names: the scored parameters.
-            max_relative_drift: refuse when the median relative drift exceeds this (two unrelated
-                models are about sqrt(2) apart, fine-tuning moves weights by far less); None
-                switches it off.
+            max_relative_drift: largest median relative drift; None for any. Two unrelated models
+                are about sqrt(2) apart, fine-tuning moves weights by far less.
 
         Raises:
             FisherError: another architecture, missing parameters, other shapes, or weights so far
@@ -288,10 +277,6 @@ class FisherDrift:
 class ShardedDrift:
     """A ``FisherDrift`` over sharded parameters; all methods are collective.
 
-    A diagonal V is elementwise, so parts suffice: V_part = F_part o (W_part - W_ref_part). A
-    Kronecker-factored V mixes rows and columns, so each weight is gathered, its V is formed whole,
-    and this process's part of it is kept.
-
     Args:
         drift: the whole Fisher and reference, on every process.
         sharding: of the weights.
@@ -316,7 +301,6 @@ class ShardedDrift:
         self._fisher = self._kept(drift.fisher) if drift.fisher else {}
 
     def _kept(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parts of the whole tensors, on the device of the parameter's own part."""
         sharding = self._sharding
         return {
             name: self._sharding.part_of(name, whole[name].to(sharding.local(name, p).device))
@@ -329,11 +313,12 @@ class ShardedDrift:
 
     def direction(self) -> dict[str, Tensor]:
         """This process's part of V, at the current weights; exact, as ``FisherDrift.direction``."""
-        if self._fisher:
+        if self._fisher:  # elementwise, so that parts suffice
             return {
                 name: diagonal_drift(self._fisher[name], self._part(name), self._reference[name])
                 for name in self._parameters
             }
+        # Factors mix rows and columns: each V is formed whole, and this process's part kept.
         parts = {}
         for name, parameter in self._parameters.items():
             if self._masters is None:
@@ -344,7 +329,7 @@ class ShardedDrift:
         return parts
 
     def check(self, max_relative_drift: float | None) -> None:
-        """Refuse a Fisher whose reference is too far away; see ``FisherDrift.check``."""
+        """Refuse a Fisher whose reference is too far away; on all processes alike."""
         # Norms of whole matrices are taken over all processes, so each comes to the same verdict.
         away = {n: self._part(n).float() - r.float() for n, r in self._reference.items()}
         distance = self._sharding.norms(away)
@@ -355,12 +340,7 @@ class ShardedDrift:
 
 
 def check_distance(relative: Mapping[str, float], most: float | None) -> None:
-    """Refuse a Fisher whose reference is too far from the weights; see ``FisherDrift.check``.
-
-    Args:
-        relative: ``||W - W_ref|| / ||W_ref||`` by parameter.
-        most: largest median allowed; None checks nothing.
-    """
+    """Refuse a Fisher of which the median ``||W - W_ref|| / ||W_ref||`` is above ``most``."""
     if most is None or not relative:
         return
     # The median, so that a few matrices that moved far in training do not decide.

@@ -42,11 +42,11 @@ from alphatoken.errors import (
     NumericalError,
     require_choice,
 )
-from alphatoken.model.modes import evaluation_mode
-from alphatoken.model.parameter_choice import ParameterChoice
+from alphatoken.model.batch import require_rows
+from alphatoken.model.choice import ParameterChoice
+from alphatoken.model.forward import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
-from alphatoken.model.scope import Scope, used_outside
-from alphatoken.model.token_ids import require_rows
+from alphatoken.model.scope import Scope, find_scope, used_outside
 from alphatoken.support.precision import wide
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.support.resume import (
@@ -118,7 +118,7 @@ def fit_fisher(
             end token, which is part of them. Not used by ``labels="token"``.
         parameters: "linears" (trainable linears of attention and MLP in ``layers``), "all" (every
             trainable parameter of the model), or parts such as "linears,*norm*" (see
-            ``alphatoken.model.parameter_choice``); Kronecker factors are of linears only.
+            ``alphatoken.model.choice``); Kronecker factors are of linears only.
         seed: sample i is a function of (seed, i), the model and its prompt.
         batch_size: responses generated at a time (gradients are always taken one by one).
         checkpoint: file for running sums. An interrupted fit that is started again with the same
@@ -170,7 +170,7 @@ def fitting(
     if isinstance(checkpoint_every, bool) or checkpoint_every < 1:
         raise ConfigError("checkpoint_every must be 1 or more", got=repr(checkpoint_every))
     adapter = find_adapter(model) if adapter is None else adapter
-    scope = ParameterChoice.read(settings.parameters).scope(adapter, layers)
+    scope = find_scope(adapter, layers, ParameterChoice.read(settings.parameters))
     sequences = read_sequences(prompts, labels=settings.labels)[: settings.samples]
     # Prompts and their lengths are checked before the first sample: a fit can take hours.
     budgets = _budgets(sequences, settings, adapter)

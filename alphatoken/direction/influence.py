@@ -94,15 +94,10 @@ class InfluenceFactors:
     @torch.no_grad()
     @full_precision
     def solve(self, matrices: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
-        """``(K + mu)^-1 m`` of each matrix, ``mu = damping * mean(Lambda)``.
+        """``(K + mu)^-1 m`` of each matrix of G or V, ``mu = damping * mean(Lambda)``.
 
-        Args:
-            matrices: G or V by parameter name, in the parameter's shape.
-            damping: share of the mean eigenvalue of the same parameter, >= 0.
-
-        Returns:
-            parameter name -> M, in the same shape; exact, in float32 (float64 of float64).
-            Oracle: ``alphatoken.oracle.composite.damped_solve``.
+        Exactness: exact, in float32 (float64 of float64). Oracle:
+        ``alphatoken.oracle.composite.damped_solve``.
 
         Raises:
             FisherError: K has no inverse there: Lambda is all zero (LoRA's A while B is zero), or
@@ -184,10 +179,10 @@ def fit_influence(
         samples: sequences; sample i is of row ``i % len(rows)``.
         layers: the last K decoder layers, "all", or indices; their linears.
         seed: of the labels.
-        checkpoint: file for running sums of either pass, as of ``fit_fisher``.
+        checkpoint: as of ``fit_fisher``, and so are the next; ``progress`` counts both passes.
         checkpoint_every: samples between two writes.
-        progress: as of ``fit_fisher``; counts the samples of both passes.
-        adapter: how the model is read; found by itself for transformers and PEFT models.
+        progress: see there.
+        adapter: see there.
 
     Returns:
         The same factors on every process that fits with the same arguments.

@@ -1,4 +1,4 @@
-"""What M is built from, and how: G, V, lambda and P, at the weights as they are."""
+"""What M is built from, and how: G, V, lambda and P, at the current weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from alphatoken.config import ScorerConfig
 from alphatoken.direction.algebra import Direction, first_not_finite, norms, precondition
 from alphatoken.direction.drift import FisherDrift, ShardedDrift
+from alphatoken.direction.gradients import gradient_of
 from alphatoken.direction.influence import InfluenceFactors
 from alphatoken.direction.objective import (
     GradientReducer,
@@ -25,7 +26,6 @@ from alphatoken.direction.objective import (
 )
 from alphatoken.direction.scored import ScoredParameters, choose_parameters
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
-from alphatoken.estimate.gradients import gradient_of
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, record
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
@@ -55,11 +55,6 @@ class ScorerArguments:
     reference: nn.Module | None = None
     influence: InfluenceFactors | None = None
 
-    @property
-    def one_process(self) -> bool:
-        """True if this process has all weights and rows: no ``reduce``, no ``sharding``."""
-        return self.reduce is None and self.sharding is None
-
 
 @dataclass(frozen=True, eq=False)
 class DirectionInputs:
@@ -67,7 +62,7 @@ class DirectionInputs:
 
     Attributes:
         arguments: of the scorer.
-        adapter: of the model as it is now.
+        adapter: of the model.
         scored: the parameters in scope.
         validation: the validation batches or pairs of ``arguments``, checked.
         drift: this process's parts of a Fisher drift, under sharded weights.
@@ -94,10 +89,8 @@ class DirectionInputs:
 
     @property
     def config(self) -> ScorerConfig:
-        """The options."""
+        """The options of the scorer."""
         return self.arguments.config
-
-    # --- what is valued against what -------------------------------------------------------------
 
     def against(self, validation: Any) -> DirectionInputs:
         """The same inputs with another validation set, once it is checked."""
@@ -198,7 +191,7 @@ class DirectionInputs:
 
     @property
     def retains(self) -> bool:
-        """Whether V is built."""
+        """Whether there is a V to build."""
         return self.config.objective != "adaptation" and self.arguments.retention is not None
 
     def first_batch(self) -> LabelledBatch | None:
@@ -217,8 +210,6 @@ class DirectionInputs:
         item = batches[0].chosen if isinstance(batches[0], PreferenceBatch) else batches[0]
         limit, model = self.adapter.max_positions(), self.adapter.model
         return read_batch(item, max_length=limit, role=role, model=model)
-
-    # --- M ---------------------------------------------------------------------------------------
 
     def direction(self) -> Direction:
         """Both sides of M at the weights as they are; P = 1 for "full"."""
@@ -247,10 +238,9 @@ class DirectionInputs:
         return self._gradient("validation", self.validation[turn : turn + 1])
 
     def _parts(self) -> tuple[tuple[dict[str, Tensor], ...], tuple[float, ...]]:
-        """``S_h / n`` of each validation batch h, and its share ``n_h / n`` of the tokens.
+        """``S_h / n`` of each validation batch h, and its share ``n_h / n`` of the tokens (pairs).
 
-        S_h is the summed gradient of the n_h tokens (pairs) of batch h, and n the number of all, so
-        that the parts sum to G.
+        S_h is the summed gradient of the n_h tokens of batch h, so that the parts sum to G.
         """
         parameters, first = self.scored.parameters, self.scored.first
         sums_and_counts = [
@@ -268,10 +258,9 @@ class DirectionInputs:
         return tuple(parts), tuple(shares)
 
     def _gradient(self, role: str, batches: Iterable[Any]) -> dict[str, Tensor]:
-        """Mean gradient of one objective, by autograd; of sharded linears from captured errors."""
         adapter, scored = self.adapter, self.scored
         first, sharding = scored.first, scored.sharding
-        if sharding is None or not self.config.captured:
+        if sharding is None or not self.config.captured:  # by autograd
             return self._mean(
                 role,
                 *objective_sums(
@@ -311,7 +300,6 @@ class DirectionInputs:
         return self._gradient("retention", _with_progress("retention", batches))
 
     def _scaling(self) -> Scaling:
-        """Scaling of G and V by P."""
         if self.arguments.influence is not None:
             return partial(self.arguments.influence.solve, damping=self.config.damping)
         return partial(precondition, preconditioner=self._preconditioner())
@@ -331,15 +319,8 @@ class DirectionInputs:
         )
         return frozen
 
-    # --- M of one step ---------------------------------------------------------------------------
-
     def at_step(self, direction: Direction, gradient: dict[str, Tensor]) -> Direction:
-        """M for the step that sees ``gradient``; for ``preconditioner="full"``.
-
-        Args:
-            direction: M without P.
-            gradient: of the loss that the optimizer will see, by ``step_gradient``.
-        """
+        """M for the step that sees this gradient (by ``step_gradient``), from M without P."""
         p = _optimizers().full_preconditioners(
             self.arguments.optimizer,
             self.scored.parameters,
@@ -357,11 +338,7 @@ class DirectionInputs:
         return _preconditioned(direction, partial(precondition, preconditioner=p))
 
     def step_gradient(self, loss: Tensor, recorder: Recorder) -> dict[str, Tensor]:
-        """Gradient of the step's loss in the parameters in scope; the graph stays.
-
-        Args:
-            loss: scalar, of the recorded forward (whose graph reaches every parameter in scope).
-            recorder: of that forward.
+        """Gradient of the loss of a recorded forward in the parameters in scope; the graph stays.
 
         Raises:
             NumericalError: it is not finite.
@@ -382,7 +359,7 @@ class DirectionInputs:
 
 
 def _with_progress(role: str, batches: Sequence[Any]) -> Iterator[Any]:
-    """The batches; of what takes longer than a second the progress is shown."""
+    """The batches; progress is shown once they take longer than a second."""
     with Tracker(f"Gradient of the {role} rows", len(batches), None, delay=1.0) as tracker:
         for number, batch in enumerate(batches, start=1):
             yield batch
@@ -396,7 +373,6 @@ _COUNT = "tokens of the batch"
 
 
 def _preconditioned(direction: Direction, scaled: Scaling) -> Direction:
-    """The direction with P applied to each of its matrices."""
     stability = direction.stability
     return replace(
         direction,
@@ -407,11 +383,8 @@ def _preconditioned(direction: Direction, scaled: Scaling) -> Direction:
 
 
 def _optimizers() -> ModuleType:
-    """The module that reads optimizers, loaded when a preconditioner asks for it.
-
-    It handles sharded state and so imports torch's distributed tensors, which not every build of
-    torch has.
-    """
+    # Loaded when P asks for it: it imports torch's distributed tensors, which not every build of
+    # torch has.
     from alphatoken.direction import optimizers
 
     return optimizers

@@ -12,12 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from alphatoken.direction.gradients import prove_coverage
 from alphatoken.errors import NumericalError
-from alphatoken.estimate.proofs import prove_coverage
-from alphatoken.model.capture import Recorder, record
+from alphatoken.model.capture import LinearUse, Recorder, record
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import Scope
-from alphatoken.model.uses import LinearUse
 from alphatoken.support.precision import full_precision, wide
 
 __all__ = ["CorrectedMoments", "DiagonalMoments", "KroneckerMoments"]
@@ -34,7 +33,7 @@ def _finite(tensor: Tensor, name: str, what: str) -> Tensor:
 
 
 class DiagonalMoments:
-    """Sum over sequences of (d log p / d w)^2, elementwise, for each given parameter.
+    """Sum over sequences of (d log p / d w)^2, elementwise, for each of the parameters.
 
     A parameter under several names (tied) has one gradient, through all its uses, and one sum.
     """
@@ -75,11 +74,8 @@ class DiagonalMoments:
             self.sums[name] += square
 
     def means(self, count: int) -> dict[str, Tensor]:
-        """The diagonal Fisher, by every name that was given.
-
-        The sums are divided in place, which saves a copy of the size of the weights; so this can be
-        called only once.
-        """
+        """The diagonal Fisher, by every name of a parameter; the sums are used up."""
+        # Divided in place, which saves a copy of the size of the weights.
         unique = {name: total.div_(count) for name, total in self.sums.items()}
         return {name: unique[key] for name, key in self._key.items()}
 
@@ -137,7 +133,7 @@ class KroneckerMoments:
             self.sums[f"uses/{name}"] += len(x)
 
     def _uses(self, log_likelihood: Tensor) -> list[tuple[LinearUse, tuple[Tensor, Tensor]]]:
-        """Each use of a scored linear in this sequence, with its input and error as rows."""
+        """Uses of the scored linears in this sequence, with inputs and errors as rows."""
         recorder = self._recorder
         assert recorder is not None
         uses = list(recorder.linears)

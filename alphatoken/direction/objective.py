@@ -20,20 +20,24 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from alphatoken.direction.algebra import first_not_finite
+from alphatoken.direction.gradients import captured_gradients, gradient_of
 from alphatoken.errors import InputError, ModelError, NumericalError
-from alphatoken.estimate.gradients import captured_gradients, gradient_of
-from alphatoken.model.backward import accumulate_errors
 from alphatoken.model.batch import (
     LabelledBatch,
     PreferenceBatch,
     read_batch,
     require_finite,
 )
-from alphatoken.model.capture import Recorder
-from alphatoken.model.modes import evaluation_mode
-from alphatoken.model.partial_forward import Start, graph_from_layer, losses_from, remember_start
+from alphatoken.model.capture import Recorder, accumulate_errors
+from alphatoken.model.forward import (
+    Start,
+    evaluation_mode,
+    graph_from_layer,
+    losses_from,
+    remember_start,
+    response_losses,
+)
 from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.model.response_losses import response_losses
 from alphatoken.model.sharding import Sharding, objects_in_use
 from alphatoken.select.losses import dpo_coefficient
 from alphatoken.support.precision import wide
@@ -41,6 +45,7 @@ from alphatoken.support.precision import wide
 __all__ = [
     "GradientReducer",
     "captured_parts",
+    "forward_losses",
     "mean_gradient",
     "objective_gradient",
     "objective_sums",
@@ -85,8 +90,8 @@ def weighted_losses(
 
     The gradient of the objective is the sum over pieces of the gradient of
     ``(weights * losses).sum()``, divided by the sum of counts. Each loss function runs its own
-    forward and must be called inside ``scoring_forward``. A labelled batch is one piece; preference
-    pairs are two, one for each branch, so that only one branch's graph exists at a time.
+    forward and must be called inside ``scoring_forward``. A labelled batch is one piece, a batch of
+    preference pairs two.
     """
     limit, model = adapter.max_positions(), adapter.model
     if not isinstance(item, PreferenceBatch):
@@ -102,6 +107,7 @@ def weighted_losses(
     chosen, rejected = losses
     reference = item.reference_chosen.to(chosen), item.reference_rejected.to(rejected)
     omega = dpo_coefficient(-chosen.sum(-1), -rejected.sum(-1), *reference, item.beta)
+    # One branch after the other, so that only one branch's graph exists at a time.
     for batch, start, sign in zip(branches, starts, (1, -1), strict=True):
         # Half of the pairs for each branch: the counts of both pieces are added up.
         count = batch.response_tokens if item.normalization == "tokens" else len(omega) / 2
@@ -122,17 +128,16 @@ def _branch_losses(
 ) -> tuple[list[Tensor], list[Start | None]]:
     """Token losses of both branches without a graph, and where a second forward of each can start.
 
-    The second forward builds the graph. Where it can, it starts at the first scored layer with the
-    hidden states of this one; where it cannot, its start is None.
+    Where it can, the second one starts at the first scored layer, with the hidden states of this.
     """
     losses = []
-    with remember_start(adapter, first or 0) as trunk:
+    with remember_start(adapter, first or 0) as starts:
         for branch in branches:
             with evaluation_mode(adapter.model):  # each from the model's own state
                 losses.append(forward_losses(adapter, branch, role))
-    if not trunk.plain or len(trunk.hidden) != len(branches):  # a block that is used twice
+    if len(starts) != len(branches):  # none to begin at, or a block that is used twice
         return losses, [None] * len(branches)
-    return losses, [Start(h, x) for h, x in zip(trunk.hidden, losses, strict=True)]
+    return losses, [Start(h, x) for h, x in zip(starts, losses, strict=True)]
 
 
 @torch.no_grad()
@@ -215,7 +220,7 @@ def stream_losses(
     Args:
         adapter: of the model.
         items: batches or preference pairs; streamed.
-        consume: gets the scalar and the recorder (None if nothing is recorded).
+        consume: gets the scalar and the recorder (None without ``recording``).
         first: first scored layer; None if parameters below the layers take part.
         role: "validation" or "retention", for messages.
         recording: what each forward is recorded in.
@@ -247,10 +252,18 @@ def objective_sums(
 ) -> tuple[dict[str, Tensor], float]:
     """Summed gradient of an objective, one tensor a parameter, and the count for the mean.
 
-    By autograd with respect to the parameters. Shapes, dtypes and errors: ``objective_gradient``.
-    Under ``sharding`` they are parts of sums over all processes, with the count of this one: a
-    whole gradient exists while the backward makes it. The processes need equally many items, and
-    must meet the parameters in one order, as they do where all run the same modules.
+    Shapes, dtypes and errors: ``objective_gradient``. Under ``sharding`` they are parts of sums
+    over all processes, with the count of this one: a whole gradient exists while the backward makes
+    it. The processes need equally many items, and must meet the parameters in one order, as they do
+    where all run the same modules.
+
+    Args:
+        adapter: of the model.
+        parameters: parameter name -> parameter, those in scope.
+        items: batches (mean token loss) or preference pairs; streamed.
+        first: first scored layer; None if parameters below the layers take part.
+        role: "validation" or "retention", for messages.
+        sharding: of the weights.
     """
     total: dict[str, Tensor] = {}
 
@@ -315,7 +328,7 @@ def objective_sums(
 def captured_parts(
     recorder: Recorder, loss: Tensor, names: Mapping[str, str], sharding: Sharding
 ) -> dict[str, Tensor]:
-    """Gradient of one recorded loss, summed over the processes: this one's part of each matrix.
+    """This process's part of each matrix of a recorded loss's gradient, summed over the processes.
 
     Collective; the graph stays.
     """
@@ -339,13 +352,7 @@ def objective_gradient(
     *,
     first: int | None,
 ) -> dict[str, Tensor]:
-    """Gradient G of the mean validation objective, one tensor a parameter.
-
-    Args:
-        adapter: of the model.
-        parameters: parameter name -> parameter, those in scope.
-        validation: batches (mean token loss) or preference pairs; streamed.
-        first: first scored layer; None if parameters below the layers take part.
+    """Gradient G of the mean validation objective; arguments as of ``objective_sums``.
 
     Returns:
         Parameter name -> gradient in the parameter's shape, float32 or wider. Unit: loss a weight.

@@ -1,9 +1,8 @@
-"""Preconditioners from a live optimizer: its groups and state are found here, read in ``updates``.
+"""Preconditioners from a live optimizer: its groups and state are looked up here.
 
-Served are torch.optim's Adam, AdamW, RAdam, RMSprop and Adagrad, and those of torch_optimizer
-whose second moment is plain to read. accelerate's wrapper is opened. Others are refused by name,
-before any work: also those that are of such a class and step otherwise, by a ``step`` of their own
-or by hooks around it.
+``preconditioner.RULES`` has the classes that are served. accelerate's wrapper is opened. Others are
+refused by name, before any work: also those that are of such a class and step otherwise, by a
+``step`` of their own or by hooks around it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from alphatoken.direction.algebra import first_not_finite
-from alphatoken.direction.preconditioner import Update, frozen_preconditioner, full_preconditioner
-from alphatoken.direction.updates import OptimizerState, Rule, class_of, known_classes, rule_of
+from alphatoken.direction.preconditioner import (
+    OptimizerState,
+    Rule,
+    Update,
+    class_of,
+    frozen_preconditioner,
+    full_preconditioner,
+    known_classes,
+    rule_of,
+)
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 
 __all__ = [
@@ -34,11 +41,7 @@ _NO_PARAMETERS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def check_optimizer(optimizer: Any, parameters: Mapping[str, Tensor] = _NO_PARAMETERS) -> None:
-    """Raise unless P can be read from this optimizer's kind of state; reads no state.
-
-    Args:
-        optimizer: what trains the model, wrapped or not.
-        parameters: that P is for, by name.
+    """Raise unless P for these parameters can be read from this optimizer's kind of state.
 
     Raises:
         UnsupportedError: a class without a rule, which names those that have one; a step that is
@@ -64,15 +67,9 @@ def frozen_preconditioners(
 ) -> dict[str, Tensor] | None:
     """``P = c / (sqrt(v^) + eps)`` by parameter name, from the state before the step.
 
-    Args:
-        optimizer: the optimizer that trains these parameters.
-        parameters: by name, as the optimizer holds them.
-        after: P is used from this many steps on.
-
     Returns:
         P without the learning rate, in the shape of each parameter, or of its local shard; None
-        (P = 1 everywhere) until every parameter has taken ``after`` steps: mixing plain and
-        scaled parameters would compare numbers of different units.
+        (P = 1 everywhere) until every parameter has taken ``after`` steps.
 
     Exactness: of a step whose denominator is held; docs/optimizers.md has the error by step.
 
@@ -94,12 +91,8 @@ def full_preconditioners(
 ) -> dict[str, Tensor] | None:
     """``P = du/dg`` by parameter name: the derivative of the next step, ``-lr u``.
 
-    Args:
-        optimizer: the optimizer that trains these parameters.
-        parameters: by name, as the optimizer holds them.
-        gradients: the gradient that the step will see, by the same names: of the whole optimizer
-            step (all micro-batches and ranks), unscaled, before clipping, without weight decay.
-        after: P is used from this many steps on.
+    ``gradients`` are those that the step will see, by the same names: of the whole optimizer step
+    (all micro-batches and ranks), unscaled, before clipping, without weight decay.
 
     Returns:
         As :func:`frozen_preconditioners`; entries may be negative.
@@ -140,9 +133,6 @@ def read_update(
     return rule.update(OptimizerState(inner, group, local, state, g)), g
 
 
-# --- inside --------------------------------------------------------------------------------------
-
-
 def _by_parameter(
     optimizer: Any,
     parameters: Mapping[str, Tensor],
@@ -150,13 +140,11 @@ def _by_parameter(
     after: int,
     make: Callable[[Update, Any], Tensor],
 ) -> dict[str, Tensor] | None:
-    """P of each parameter's next step, or None where one has taken too few.
-
-    One update is read at a time: an update holds several tensors of its parameter's size, and all
-    of them together would be several models.
-    """
+    """P of each parameter's next step, or None where one has taken too few."""
     check_optimizer(optimizer, parameters)
     by_name: dict[str, Tensor] = {}
+    # One update at a time: it holds several tensors of its parameter's size, and all of them
+    # together would be several models.
     for name, parameter in parameters.items():
         if gradients is not None and name not in gradients:
             raise InputError(
@@ -176,7 +164,6 @@ def _by_parameter(
 
 
 def _opened(optimizer: Any) -> Any:
-    """The innermost optimizer, under accelerate's wrapper."""
     while any(
         c.__name__ == "AcceleratedOptimizer" and c.__module__.startswith("accelerate.")
         for c in type(optimizer).__mro__
@@ -278,7 +265,6 @@ def _rule(optimizer: Any) -> Rule:
 
 
 def _place(optimizer: Any, parameter: Tensor) -> tuple[Mapping[str, Any], Tensor]:
-    """The group in which an optimizer holds a parameter, and the parameter."""
     for group in optimizer.param_groups:
         for own in group["params"]:
             if own is parameter:  # ``==`` would compare the numbers
@@ -295,7 +281,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _gradient(gradient: Tensor, local: Tensor) -> Tensor:
-    """The gradient of a parameter's local shard."""
     gradient = _local(gradient)
     if gradient.shape != local.shape:
         raise InputError(

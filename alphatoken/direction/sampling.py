@@ -62,13 +62,13 @@ class LabelledSequence:
 
 
 def read_sequences(prompts: Prompts, *, labels: str) -> list[LabelledSequence]:
-    """Sequences from a list of id tensors (or lists of ints), or from a batch.
+    """Sequences from a list of id tensors (or lists of ints), or from a batch; padding is stripped.
 
     With ``labels="sequence"`` only the prompt of each matters: a list entry is a prompt; in a
     batch with labels the prompt is what comes before the first predicted token (its first label,
     or the second token where labels cover the whole row). With ``labels="token"`` the tokens to
     be resampled are the labelled ones of a batch, and all but the first of a list entry; what
-    follows the last of them is cut off. Padding, on either side, is stripped.
+    follows the last of them is cut off.
 
     Raises:
         InputError: no prompts, an empty one, none to predict, not integer ids, packed rows.
@@ -112,7 +112,7 @@ def read_sequences(prompts: Prompts, *, labels: str) -> list[LabelledSequence]:
 
 
 def _cut(one: LabelledSequence) -> LabelledSequence:
-    """The sequence up to its last token to be resampled; what follows cannot change a gradient."""
+    # What follows the last token to be resampled cannot change a gradient.
     end = int(one.predicted.nonzero()[-1]) + 1
     return LabelledSequence(one.ids[:end], one.predicted[:end])
 
@@ -218,11 +218,9 @@ def _from_row(
 
 
 def sample_generator(seed: int, index: int) -> torch.Generator:
-    """The CPU generator of sample ``index``: a function of (seed, index) alone.
-
-    CPU generators keep 32 bits of their seed, so a hash of the pair would collide after some
-    10^4 samples; an odd multiplier scatters the indices and keeps all 2^32 of them apart.
-    """
+    """The CPU generator of sample ``index``: a function of (seed, index) alone."""
+    # CPU generators keep 32 bits of their seed, so a hash of the pair would collide after some
+    # 10^4 samples; an odd multiplier scatters the indices and keeps all 2^32 of them apart.
     base = int.from_bytes(hashlib.sha256(f"alphatoken:{seed}".encode()).digest()[:4], "little")
     generator = torch.Generator(device="cpu")
     generator.manual_seed((base + index * 0x9E3779B1) % 2**32)
@@ -230,7 +228,7 @@ def sample_generator(seed: int, index: int) -> torch.Generator:
 
 
 def uniform_numbers(count: int, generator: torch.Generator) -> Float[Tensor, " count"]:
-    """``count`` float64 numbers in [0, 1) from a CPU generator."""
+    """Float64 numbers in [0, 1) from a CPU generator."""
     return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
@@ -239,13 +237,11 @@ def draw_tokens(
 ) -> Int[Tensor, " n"]:
     """One token per row from softmax(logits), by inverting its distribution function.
 
-    Exact up to float64 rounding, whatever the dtype of ``logits``; a token of probability 0 is
-    never drawn.
+    ``uniform`` are numbers in [0, 1), ``names`` what each row is, for messages; a single name
+    serves all rows.
 
-    Args:
-        logits: one distribution per row, on any device.
-        uniform: one number in [0, 1) per row.
-        names: what each row is, for messages; a single name serves all rows.
+    Exactness: exact up to float64 rounding, whatever the dtype of ``logits``; a token of
+    probability 0 is never drawn.
 
     Raises:
         NumericalError: a NaN or +Inf among the logits, or a row that allows no token.

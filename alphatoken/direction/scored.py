@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.config import ScorerConfig
+from alphatoken.direction.gradients import require_covered
 from alphatoken.errors import ConfigError, UnsupportedError
-from alphatoken.estimate.proofs import require_covered
 from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.model.scope import Scope, used_outside
+from alphatoken.model.scope import Scope, find_scope, used_outside
 from alphatoken.model.sharding import Sharding
 
 __all__ = ["ScoredParameters", "choose_parameters", "require_derivatives"]
@@ -56,7 +56,7 @@ def choose_parameters(
             ``require_derivatives``.
     """
     choice = config.choice
-    scope = choice.scope(adapter, config.layers)
+    scope = find_scope(adapter, config.layers, choice)
     require_covered(scope, config.estimator, config.uncovered)
     parameters, names = _named_once(adapter, scope, config)
     require_derivatives(adapter.model, parameters)

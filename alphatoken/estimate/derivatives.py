@@ -9,19 +9,18 @@ Where the two differ, they would be of a gradient that nobody takes a step along
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from alphatoken.direction.gradients import gradient_of
 from alphatoken.errors import UnsupportedError
-from alphatoken.estimate.gradients import gradient_of
-from alphatoken.model.backward import graph_nodes
+from alphatoken.model.capture import graph_nodes
 from alphatoken.support.precision import wide
 
-__all__ = ["Derivative", "DerivativeProof", "Disagreement"]
+__all__ = ["Derivative", "DerivativeProof"]
 
 Derivative = Callable[[Mapping[str, Tensor]], tuple[Tensor, float]]
 """From a direction to the derivatives (b, t) of token losses along it, and their stated error."""
@@ -37,31 +36,6 @@ SIGNS = 3
 _ROUNDINGS = {"M": 64.0, "random": 256.0}
 """Last digits that a probability near 1 is off by, which a token's own derivative is made of. Along
 a random direction logits move far more than their differences do."""
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """The largest difference between a derivative and autograd's.
-
-    Attributes:
-        relative: the difference, relative to what it is measured by.
-        allowed: what rounding and the stated error explain.
-        name: a parameter along which both differ; empty where they agree.
-    """
-
-    relative: float
-    allowed: float
-    name: str = ""
-
-    def require_none(self) -> None:
-        """Raise where the difference is more than is allowed.
-
-        Raises:
-            UnsupportedError: naming the parameter.
-        """
-        # ``not <=``: a NaN is refused as well.
-        if not self.relative <= self.allowed:
-            raise _refusal(self.name, self.relative)
 
 
 class DerivativeProof:
@@ -88,7 +62,8 @@ class DerivativeProof:
     def __init__(
         self, losses: Tensor, parameters: Mapping[str, Tensor], m: Mapping[str, Tensor]
     ) -> None:
-        self._parameters, self._losses = parameters, losses.detach().double()
+        self._parameters, self._m = parameters, m
+        self._losses = losses.detach().double()
         # A trainer casts within the forward, which is over: the graph has its products' dtypes.
         with torch.enable_grad():
             whole = losses.sum()
@@ -97,16 +72,16 @@ class DerivativeProof:
         dtypes.update(dtype for dtype in inputs if dtype.is_floating_point)
         self._tolerance = _tolerance(losses.device.type, dtypes)
         self._digit = max(torch.finfo(dtype).eps for dtype in dtypes)
-        generator = torch.Generator().manual_seed(_SEED)
+        generator = torch.Generator().manual_seed(20_260_601)
         self._signs = [_signs(losses, generator) for _ in range(SIGNS)]
         # (direction, number of the signs) -> parameter name -> its part of the backward's side
         self._backward: dict[tuple[str, int], dict[str, float]] = {}
         self._scale: dict[tuple[str, int], float] = {}
         sizes = [self._send_back(losses, m, number) for number in range(SIGNS)]
-        self._directions = self._measured(sizes, m)
+        self._lengths = self._measure(sizes)
 
     def _send_back(self, losses: Tensor, m: Mapping[str, Tensor], number: int) -> dict[str, float]:
-        """Norms of the gradients of one sum, whose products with both directions are kept."""
+        """Norms of the gradients of one sum; keeps their products with both directions."""
         with torch.enable_grad():
             loss = (losses * self._signs[number].to(losses)).sum()
         parameters, last = self._parameters, number == SIGNS - 1
@@ -118,10 +93,8 @@ class DerivativeProof:
         }
         return {name: 0.0 if g is None else float(g.norm()) for name, g in named.items()}
 
-    def _measured(
-        self, sizes: Sequence[Mapping[str, float]], m: Mapping[str, Tensor]
-    ) -> dict[str, Mapping[str, Tensor]]:
-        """The directions, and what differences along them are measured by."""
+    def _measure(self, sizes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Lengths of the parameters' gradients; sets what differences are measured by."""
         # Of all sums together, since one may cancel.
         norms = {name: math.hypot(*(of[name] for of in sizes)) for name in self._parameters}
         largest = max(norms.values(), default=0.0)
@@ -139,33 +112,43 @@ class DerivativeProof:
         # Those that weigh the most are what a sum that cancels is measured by, too.
         most = max(self._scale["random", number] for number in range(SIGNS))
         self._scale |= {("random", number): most for number in range(SIGNS)}
-        random = _Drawn(self._parameters, lengths)
-        return {"M": m, "random": random} if m else {"random": random}
+        return lengths
 
-    def compare(self, derivative: Derivative, only: str = "") -> Disagreement:
-        """The worst difference of a derivative from autograd, in parts of what is allowed.
+    def _direction(self, key: str, names: Sequence[str] = ()) -> dict[str, Tensor]:
+        """M or the random direction, or its part of these parameters."""
+        if key == "M":
+            return {name: self._m[name] for name in names or self._m}
+        # Made anew at each use: the same numbers, and no copy of the weights in between.
+        return {
+            name: _drawn(name, self._parameters[name]) / self._lengths[name]
+            for name in names or self._parameters
+        }
 
-        Args:
-            derivative: of these losses; three times the error that it states is allowed.
-            only: "M" or "random", for that direction alone.
+    def compare(
+        self, derivative: Derivative, only: str = ""
+    ) -> tuple[float, UnsupportedError | None]:
+        """The worst relative difference from autograd, and the refusal where it is too large.
+
+        Three times the error that a derivative states is allowed. ``only``: "M" or "random" alone.
         """
-        worst = Disagreement(0.0, self._tolerance)
-        for key, direction in self._directions.items():
-            if only not in ("", key):
+        worst = (0.0, self._tolerance)
+        for key in ("M", "random"):
+            if only not in ("", key) or not self._lengths or (key == "M" and not self._m):
                 continue
-            moved, stated = derivative(dict(direction))
+            moved, stated = derivative(self._direction(key))
             for number in range(SIGNS):
                 worst = max(worst, self._compared(key, number, moved, stated), key=_excess)
                 if _excess(worst) > 1.0:
-                    return replace(worst, name=self._part(key, number, derivative))
-        return worst
+                    return worst[0], _refusal(self._part(key, number, derivative), worst[0])
+        return worst[0], None
 
-    def _compared(self, key: str, number: int, moved: Tensor, stated: float) -> Disagreement:
+    def _compared(self, key: str, number: int, moved: Tensor, stated: float) -> tuple[float, float]:
+        """A relative difference, and what rounding and the stated error explain of it."""
         norm, scale = float(moved.norm()), self._scale[key, number]
         scale = max(scale, norm) if key == "M" else scale
         away = abs(self._away(key, number, moved))
         if not scale > 0.0:
-            return Disagreement(0.0 if away == 0.0 else math.inf, self._tolerance)
+            return 0.0 if away == 0.0 else math.inf, self._tolerance
         # dl = -(1 - p) dz where p is near 1: what p rounds is divided by 1 - p = 1 - exp(-l).
         sure = _ROUNDINGS[key] * self._digit / -torch.expm1(-self._losses.clamp(min=1e-30))
         rounded = float((moved.double() * sure.clamp(max=1.0)).norm())
@@ -173,55 +156,30 @@ class DerivativeProof:
         reach = max(norm, abs(float((moved.double() * self._signs[number]).sum())))
         allowed = self._tolerance + (3 * stated * reach + rounded) / scale
         # What states so large an error that nothing would be refused proves nothing.
-        return Disagreement(away / scale, min(allowed, _TOLERANCE_HALF))
+        return away / scale, min(allowed, _TOLERANCE_HALF)
 
-    def _away(
-        self, key: str, number: int, moved: Tensor, names: Sequence[str] | None = None
-    ) -> float:
+    def _away(self, key: str, number: int, moved: Tensor, names: Sequence[str] = ()) -> float:
         parts = self._backward[key, number]
         forward = (moved.double() * self._signs[number]).sum()
         return float(forward) - math.fsum(parts[name] for name in names or parts)
 
     def _part(self, key: str, number: int, derivative: Derivative) -> str:
         """A parameter along which both differ, by halving: the difference is linear in u."""
-        direction = self._directions[key]
-        names = list(direction)
+        names = list(self._m if key == "M" else self._parameters)
         while len(names) > 1:
             halves = names[: len(names) // 2], names[len(names) // 2 :]
             away = []
             for half in halves:
-                moved, _ = derivative({name: direction[name] for name in half})
+                moved, _ = derivative(self._direction(key, half))
                 away.append(abs(self._away(key, number, moved, half)))
             names = halves[away[1] > away[0]]
         return names[0]
 
 
-class _Drawn(Mapping[str, Tensor]):
-    """A random direction, made anew at each look: the same numbers, and no copy of the weights."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], lengths: Mapping[str, float]) -> None:
-        self._parameters, self._lengths = parameters, lengths
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Normal numbers in the parameter's shape, divided by its length."""
-        return _drawn(name, self._parameters[name]) / self._lengths[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-
 def _drawn(name: str, parameter: Tensor) -> Tensor:
-    """Normal numbers in the parameter's shape, the same ones at each call."""
     generator = torch.Generator(parameter.device).manual_seed(crc32(name.encode()))
     dtype = wide(parameter.dtype)
     return torch.randn(parameter.shape, generator=generator, dtype=dtype, device=parameter.device)
-
-
-_SEED = 20_260_601
-"""Of the signs."""
 
 
 def _signs(losses: Tensor, generator: torch.Generator) -> Tensor:
@@ -235,14 +193,14 @@ def _inner(gradient: Tensor | None, direction: Tensor) -> float:
     return float((gradient.detach() * direction).sum(dtype=torch.float64))
 
 
-def _excess(one: Disagreement) -> float:
+def _excess(difference: tuple[float, float]) -> float:
     """The difference in parts of what is allowed; a NaN is more than anything."""
-    excess = one.relative / one.allowed
+    excess = difference[0] / difference[1]
     return math.inf if math.isnan(excess) else excess
 
 
 def _tolerance(device: str, dtypes: Iterable[torch.dtype]) -> float:
-    """Error that rounding explains, in the coarsest arithmetic that the forward may have used."""
+    """Error that rounding explains, in the coarsest arithmetic of the forward."""
     coarse = torch.is_autocast_enabled(device) or torch.get_float32_matmul_precision() != "highest"
     return _TOLERANCE_HALF if coarse else max(_TOLERANCE.get(d, _TOLERANCE_HALF) for d in dtypes)
 

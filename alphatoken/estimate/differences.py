@@ -3,9 +3,9 @@
     central     v_k ~ ( l_k(theta + h M) - l_k(theta - h M) ) / (2 h)
     one-sided   v_k ~ ( l_k(theta) - l_k(theta - h M) ) / h
 
-Nothing but forwards of the model as it is: no rule for any kernel or layer is needed. The step h is
-found on a few short rows, from differences at h and at 2 h, and the same two say how far the values
-are off. The weights are restored bitwise, also after an exception or an interrupt.
+Forwards alone: no rule for any kernel or layer is needed. The step h is searched for on a few short
+rows, by differences at h and at 2 h, and the same two estimate how far the values are off. The
+weights are restored bitwise, also after an exception or an interrupt.
 
 The stated error of a batch has two parts. Rounding, ``u / h`` with u the rounding of a loss as it
 was measured, is known for each batch. Truncation is measured on some of them, by the forwards at
@@ -17,24 +17,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from alphatoken.errors import UnsupportedError
-from alphatoken.estimate.choices import watching_choices
 from alphatoken.estimate.temporary_weights import ShiftedWeights
 from alphatoken.model.batch import LabelledBatch, require_finite
 from alphatoken.model.batch_slice import around_responses
-from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.forward import evaluation_mode, response_losses
 from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.model.response_losses import response_losses
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import DEVICES, wide
 
-__all__ = ["TOLERANCE", "Differences", "DirectionalDerivative", "precision_obstacle"]
+__all__ = [
+    "CHECKED_EVERY",
+    "TOLERANCE",
+    "ChoiceWatch",
+    "Differences",
+    "DirectionalDerivative",
+    "precision_obstacle",
+]
 
 
 TOLERANCE = 2e-2
@@ -48,7 +55,7 @@ CHECKED_EVERY = 32
 
 
 def precision_obstacle(model: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
-    """Reason why a small shift of these weights would drown in rounding, or None.
+    """Reason why rounding would hide a small shift of these weights, or None.
 
     The shift must be representable in the weights and in the products: float32 or wider in both.
     """
@@ -74,19 +81,51 @@ def precision_obstacle(model: nn.Module, parameters: Mapping[str, Tensor]) -> st
     return None
 
 
+_CHOOSING = frozenset(
+    getattr(place, name)
+    for place in (torch, Tensor)
+    for name in ("topk", "argmax", "argmin", "sort", "argsort", "kthvalue")
+)
+
+
+class ChoiceWatch(TorchFunctionMode):
+    """Sees whether a model chooses among its parts by its numbers, as a router of experts does.
+
+    ``made`` is True after a call of ``topk`` and its like on numbers that the model computed.
+    """
+
+    # Where moved weights send a token elsewhere its loss jumps, and a jump divided by a short step
+    # is no derivative.
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the function, and look at what it chooses by."""
+        kwargs = kwargs or {}
+        if func in _CHOOSING:
+            numbers = args[0] if args else kwargs.get("input")
+            if isinstance(numbers, Tensor) and numbers.is_floating_point():
+                self.made = True
+        return func(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class Step:
-    """A step h that was found for one direction, and what is known of the errors that it makes.
+    """A step h for one direction, and the errors that it makes.
 
     Numbers of values are root mean squares over response tokens.
 
     Attributes:
         length: h.
-        norm: of M when it was found.
-        relative: estimated relative error on the rows on which it was found.
+        norm: of M when it was chosen.
+        relative: estimated relative error on the rows on which it was chosen.
         rounding: what rounding of the losses adds to a value at this step.
         truncation: what values at h and at 2 h differ by, at most on the batches that were looked
-            at since the step was found.
+            at since.
         sizes: of the values of these batches, the least and the most.
         every: batches between the last look and the next.
         left: batches until one is looked at.
@@ -104,30 +143,26 @@ class Step:
     age: int = 0
 
     def is_due(self, size: float) -> bool:
-        """True if a batch with values of this size is to be looked at."""
+        """Whether the truncation of a batch with values of this size is to be measured."""
         least, most = self.sizes
         return self.left <= 0 or not least / _UNLIKE <= size <= most * _UNLIKE
 
     def error(self, size: float, truncation: float | None = None) -> float:
-        """Estimated relative error of a batch with values of this size.
+        """Estimated relative error of a batch with values of this size, and this truncation.
 
-        The larger of what was found on the few rows and of this: other rows may be more curved,
-        and few may agree by chance.
-
-        Args:
-            size: of its values.
-            truncation: as measured on it; by default that of the batches that were looked at, which
-                is taken to be as large, relative to the values, on any larger ones.
+        By default that of the batches that were looked at, as large, relative to the values, on any
+        larger ones.
         """
         if size == 0.0:
             return 0.0
         cut, most = truncation, self.sizes[1]
         if cut is None:
             cut = self.truncation * (max(1.0, size / most) if most else 1.0)
+        # Not less than on the few rows: other rows may be more curved, and few agree by chance.
         return max(self.relative, math.hypot(cut, self.rounding) / size)
 
     def looked(self, size: float, truncation: float) -> Step:
-        """This step after a look at a batch; the next one comes after twice as many batches."""
+        """This step after a look at a batch; the next look comes after twice as many batches."""
         least, most = self.sizes
         every = min(2 * self.every or 1, CHECKED_EVERY) if self.left <= 0 else self.every
         return replace(
@@ -165,23 +200,11 @@ class DirectionalDerivative:
     doubt: UnsupportedError | None = None
     negligible: bool = False
 
-    def require_exact(self) -> DirectionalDerivative:
-        """Return these derivatives, where they are exact enough.
-
-        Raises:
-            UnsupportedError: they are not exact enough.
-        """
-        if self.doubt is not None:
-            raise self.doubt
-        return self
-
 
 class Differences:
-    """Label values of one model by differences, with the steps that were found.
+    """Label values of one model by differences, with a step for each side of M.
 
-    Args:
-        adapter: of the model.
-        sharding: of the weights; then all processes take values together, and take one step.
+    Under ``sharding`` all processes compute values together, with one step.
     """
 
     def __init__(self, adapter: DecoderAdapter, sharding: Sharding | None = None) -> None:
@@ -208,21 +231,17 @@ class Differences:
             direction: parameter name -> M in the parameter's shape.
             form: "central" or "one_sided".
             base: for "one_sided", the losses (b, t) at the weights as they are; None to run them.
-            side: which direction this is of those that are taken in turn; each has a step.
-            shown: gives the batch on a slice of which a step is found, so that values do not
+            side: number of the direction among those of one valuation; each has a step.
+            shown: gives the batch on a slice of which a step is chosen, so that values do not
                 depend on which rows came first; None for ``batch``.
-            see: gets what the losses (b, t) at the weights as they are should be, and may refuse
-                them.
+            see: gets what the losses (b, t) at the current weights should be, and may refuse them.
 
         Returns:
             Values (b, t), index i for token i, 0 off the response, float32 or wider; and the error
-            of this batch, relative to the norm of its values. Its rounding is this batch's own; its
-            truncation was measured on this one, or some batches ago: soon after the step was found,
-            on every 32nd from there on, on batches whose values have another size, and on all
-            batches of a model that chooses among its parts (a router).
-
-        Where that error is more than ``TOLERANCE``, or a loss jumps, they come with a doubt: other
-        batches may be exact.
+            of this batch, relative to the norm of its values. Truncation is measured soon after the
+            step was chosen, on every 32nd batch from there on, on batches whose values have another
+            size, and on all batches of a model that chooses among its parts (a router). With an
+            error above ``TOLERANCE``, or a loss that jumps, there is a doubt.
 
         Raises:
             UnsupportedError: no step gives such an error on this model.
@@ -277,7 +296,7 @@ class Differences:
         side: int,
         see: Callable[[Tensor], None] | None,
     ) -> DirectionalDerivative:
-        """Values at a step, their stated error, and the step's record for the next batch."""
+        """Values at a step and their stated error; the step is updated for the next batch."""
         form = quotients.form
         values = quotients.values(step.length)
         for losses in quotients.sides(step.length):
@@ -302,7 +321,8 @@ class Differences:
         return derivative
 
     def _length(self, shift: ShiftedWeights, direction: Mapping[str, Tensor]) -> float:
-        """Norm of M, which is read once and not for each batch."""
+        """Norm of M."""
+        # Read once and not for each batch.
         first = next(iter(direction.values()))
         stamp = [(name, id(m), m._version) for name, m in direction.items()]
         cached = self._lengths.get(first)
@@ -313,11 +333,11 @@ class Differences:
     def _find(
         self, rows: LabelledBatch, shift: ShiftedWeights, form: str, weights: float, norm: float
     ) -> Step | None:
-        """The step by these rows; None where M does not reach their losses at all."""
+        """The step by these rows; None where no move along M changes their losses."""
         quotients = self._quotients(rows, shift, form)
-        with watching_choices() as choices:
+        with ChoiceWatch() as watch:
             quotients.at(0.0)
-        self._chooses = self._chooses or choices.made
+        self._chooses = self._chooses or watch.made
         length = quotients.best(weights, norm)
         if length is None:
             return None
@@ -337,12 +357,8 @@ class Differences:
 class _Quotients:
     """Differences of one batch's losses at several steps, each forward run once.
 
-    Args:
-        losses: from a step to the losses (b, t) there.
-        mask: response tokens (b, t).
-        form: as in ``Differences.values``.
-        base: losses at step 0, if there are any.
-        summed: sums of numbers over the processes that take values together.
+    ``losses`` gives the losses (b, t) at a step, ``base`` are those at step 0, if there are any;
+    ``summed`` adds numbers over the processes that compute values together.
     """
 
     def __init__(
@@ -407,21 +423,17 @@ class _Quotients:
         return self._summed([float(((values - twice).abs() > bar).sum())])[0] > 0
 
     def rounding(self, length: float) -> float:
-        """What rounding of the losses adds to values at this step (root mean square).
-
-        The rounding of a loss is what losses at the shortest moves differ by, for no move of the
-        weights that short changes them by as much; and at least that of their last digit.
-        """
+        """What rounding of the losses adds to values at this step (root mean square)."""
+        # The rounding of a loss is what losses at the shortest moves differ by, for no move of the
+        # weights that short changes them by as much; and at least that of their last digit.
         losses = self.at(-length)
         digit = torch.finfo(losses.dtype).eps * self._mean(losses)
         return max(self._rounding, digit) / length
 
     def relative_error(self, length: float) -> float:
-        """``spread`` and the rounding of the last digit together, relative to the values.
-
-        The rounding is added since on a few tokens values may agree by chance. Where h is too small
-        or too large all of it is noise, or nothing follows M any more, and this is near 1.
-        """
+        """``spread`` and the rounding of the last digit together, relative to the values."""
+        # The rounding is added since on a few tokens values may agree by chance. Where h is too
+        # small or too large all of it is noise, or nothing follows M any more, and this is near 1.
         size, losses = self.size(length), self.at(-length)
         digit = torch.finfo(losses.dtype).eps * self._mean(losses) / length
         error = math.hypot(self.spread(length), digit)
@@ -436,27 +448,20 @@ class _Quotients:
         return math.sqrt(square / count) if count else 0.0
 
     def error(self, length: float) -> float:
-        """Estimated relative error of the values at this step.
-
-        What is seen at h alone may be small by chance, the more so as the least of many is
-        chosen: half of what is seen at h / 2, and a quarter (one-sided: half) of that at 2 h, are
-        what the one at h / 2 rounds and the one at 2 h truncates, brought to h.
-        """
+        """Estimated relative error of the values at this step."""
+        # The difference at h alone may be small by chance, the more so as the least of many is
+        # chosen: half of that at h / 2, and a quarter (one-sided: half) of that at 2 h, are what
+        # the one at h / 2 rounds and the one at 2 h truncates, brought to h.
         truncated = self.relative_error(2 * length) / (2 if self.form == "one_sided" else 4)
         return max(self.relative_error(length), self.relative_error(length / 2) / 2, truncated)
 
     def best(self, weights: float, norm: float) -> float | None:
-        """The step of least error; the weights move by 1e-8 to 1e-2 of their norm.
+        """The step of least error; None where no move changes any loss.
 
-        None where no such move changes any loss.
-
-        Not by less in float64 either: models cast to float32 inside, where rounding hides smaller
-        moves, and what follows the rest of the model agrees with itself at any step.
-
-        Args:
-            weights: norm of what moves.
-            norm: of M.
+        The weights, of norm ``weights``, move by 1e-8 to 1e-2 of it along M of norm ``norm``.
         """
+        # Not by less in float64 either: models cast to float32 inside, where rounding hides smaller
+        # moves, and what follows the rest of the model agrees with itself at any step.
         length, most = (part * (weights or 1.0) / norm for part in (1e-7, 1e-2))
         coarse = []
         while length < most:

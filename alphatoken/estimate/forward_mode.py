@@ -27,11 +27,15 @@ from alphatoken.errors import AlphaTokenWarning, NumericalError, UnsupportedErro
 from alphatoken.estimate.token_values import require_finite_numbers
 from alphatoken.model.attention import forward_mode_attention
 from alphatoken.model.batch import LabelledBatch, require_finite
+from alphatoken.model.forward import (
+    Start,
+    can_start_at,
+    evaluation_mode,
+    response_losses,
+    start_at,
+)
 from alphatoken.model.head import HeadUse
-from alphatoken.model.modes import evaluation_mode
-from alphatoken.model.partial_forward import Start, can_start_at, start_at
 from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
-from alphatoken.model.response_losses import response_losses
 from alphatoken.model.scope import mixtures_of
 from alphatoken.support.precision import wide
 
@@ -39,11 +43,8 @@ __all__ = ["label_values"]
 
 
 def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
-    """The model's own kernel while no input carries a tangent, the forward-mode rule otherwise.
-
-    No tangent arrives where nothing before the call depends on the direction, and the kernel is
-    faster. Fused kernels cannot be given dual tensors. Who asked for flash attention is told.
-    """
+    """The model's own kernel while no input carries a tangent, the forward-mode rule otherwise."""
+    # The kernel is faster, but a fused one has no rule for dual tensors.
     tensors = (call.query, call.key, call.value, call.sinks)
     if all(t is None or forward_ad.unpack_dual(t).tangent is None for t in tensors):
         return native(call.query, call.key, call.value)
@@ -58,16 +59,12 @@ def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
 
 
 def _as_it_is(module: nn.Module, name: str, x: Tensor, s: Tensor, experts: Tensor) -> Tensor:
-    """Let the product of a mixture go on: it was formed by products that have forward mode."""
+    # The product of a mixture was formed by products that have forward mode.
     return s
 
 
 def _run(call: Callable[[], Any]) -> Any:
-    """Result of ``call``; a kernel without a forward derivative in torch is named.
-
-    Raises:
-        UnsupportedError: there is one.
-    """
+    """Result of ``call``; UnsupportedError names a kernel without a forward derivative."""
     try:
         return call()
     except NotImplementedError as error:
@@ -106,14 +103,10 @@ def _moves(*tensors: Any) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear map of which only one factor moves takes one product for its tangent.
-
-        d(x W^T + b)  =  dx W^T + x dW^T + db
-
-    torch forms both products, one of them with zeros, as soon as either factor has a tangent. Only
-    one has in every linear above the highest scored layer and between scored ones, and in those of
-    the lowest whose input does not move yet. The numbers are the same.
-    """
+    """``d(x W^T + b) = dx W^T + x dW^T + db``, with one product where only one factor moves."""
+    # torch forms both products, one of them with zeros, as soon as either factor has a tangent.
+    # Only one has in every linear above the highest scored layer and between scored ones, and in
+    # those of the lowest whose input does not move yet. The numbers are the same.
     (input_, dx), (w, dw) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(weight)
     if (dx is None) == (dw is None):
         return F.linear(x, weight, bias)
@@ -134,16 +127,13 @@ def _embedding(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """An embedding moves as its backward says, which is what trains, and not as its forward does.
-
-    The backward gives the row at ``padding_idx`` nothing, though a head tied to the same weight
-    does.
-    """
+    """An embedding moves as its backward says, which trains, and not as its forward does."""
     w, dw = forward_ad.unpack_dual(weight)
     rows = F.embedding(ids, w, padding_idx, max_norm, norm_type)
     if dw is None:
         return rows
     moved = F.embedding(ids, dw)
+    # The backward gives this row nothing, though a head tied to the same weight does.
     if padding_idx is not None:
         moved = moved.masked_fill((ids == padding_idx % len(w)).unsqueeze(-1), 0.0)
     dual: Tensor = forward_ad.make_dual(rows, moved)
@@ -178,13 +168,12 @@ def label_values(
         direction: parameter name -> M in the parameter's shape; any parameters of the model,
             embeddings, norms, experts and tied weights included.
         first: first layer that the direction reaches; attention below keeps its kernel.
-        start: of an earlier forward on the same tokens. The layers below ``first`` are then not
-            run again. If the losses then differ from ``start.losses`` (dropout below, or a model
-            that hands more than hidden states from layer to layer), ``start.refused`` is set and
-            the whole forward is run.
-        head: the head's call in an earlier forward on the same tokens. Where the dual forward gives
-            the head the same hidden states, the errors of that call are multiplied by their
-            tangents, and the product with the vocabulary is not formed again.
+        start: of an earlier forward on the same tokens: the layers below ``first`` are not run
+            again. If the losses then differ (dropout below, or a model that hands more than hidden
+            states from layer to layer), ``start.refused`` is set and the whole forward is run.
+        head: the head's call in an earlier forward on the same tokens. Where its hidden states are
+            the same, its errors are multiplied by their tangents, and the product with the
+            vocabulary is not formed again.
         see: gets the token losses (b, t) of the dual forward, and may refuse them.
 
     Returns:
@@ -245,12 +234,10 @@ _VANISHED = 5e-2
 
 
 def _in_range(take: Callable[[float], tuple[Tensor, Tensor]], scale: float, mask: Tensor) -> Tensor:
-    """Derivatives along ``direction / scale`` by tangents that are shorter than that; or NaN.
-
-    A tangent of a 16-bit activation may be beyond its range where the activation is not. The map is
-    linear, so that a shorter one serves, until the parts of the shortest vanish: tangents of a
-    quarter must give a quarter.
-    """
+    """Derivatives along ``direction / scale`` by tangents that are shorter than that; or NaN."""
+    # A tangent of a 16-bit activation may be beyond its range where the activation is not. The map
+    # is linear, so that a shorter one serves, until the parts of the shortest vanish: tangents of a
+    # quarter must give a quarter.
     for shorter in _SHORTER:
         _, short = take(scale * shorter)
         if bool(torch.isfinite(short[mask]).all()):
@@ -265,12 +252,10 @@ _NEAR_ONE = 2.0**40
 
 
 def _scale(adapter: DecoderAdapter, direction: Mapping[str, Tensor]) -> float:
-    """Divisor of the tangents; the map is linear, so values are multiplied by it again.
-
-    A tangent has the dtype of its weight, and a very long or short direction would leave the range
-    of 16-bit numbers. It is divided by its norm there, and wherever the norm is far from 1. In
-    other cases this is 1: M is the tangent as it stands, without a copy of every matrix.
-    """
+    """Divisor of the tangents; the map is linear, so values are multiplied by it again."""
+    # A tangent has the dtype of its weight, and a very long or short direction would leave the
+    # range of 16-bit numbers: its norm there, and wherever the norm is far from 1. Else 1, so that
+    # M is the tangent without a copy of every matrix.
     parameters = dict(adapter.model.named_parameters(remove_duplicate=False))
     norms = [torch.linalg.vector_norm(m, dtype=wide(m.dtype)).double() for m in direction.values()]
     norm = float(torch.stack(norms).norm())

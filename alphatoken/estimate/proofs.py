@@ -1,9 +1,10 @@
 """Proofs that run on the user's own model before any value is returned.
 
-*Coverage*: the captured uses of the scored weights explain autograd's gradient. *Isolation*: the
-self-only backward leaks nothing to other positions. *Documents*: packed neighbours do not see each
-other. *Causality* and *derivatives* have files of their own. Each raises, naming the place and an
-estimator or input that does work.
+*Coverage* (``direction.gradients``): the captured uses of the scored weights explain autograd's
+gradient. *Isolation*: the self-only backward leaks nothing to other positions. *Causality* and
+*documents* (``batch_proofs``): no prediction sees its own token, nor a packed neighbour.
+*Derivatives* (``derivatives``): what ``label`` differentiates is the trained loss. Each raises,
+naming the place and an estimator or input that does work.
 
 They run on a slice of a batch (``model/batch_slice.py``), so that the first use of a scorer costs
 little more than any later one. What a slice shows holds for every use of a weight, and for every
@@ -15,76 +16,33 @@ these tokens was sent, a module that mixes positions farther apart than the slic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from alphatoken.config import SELF_ONLY, SPLIT, WALK, ScorerConfig
+from alphatoken.direction.gradients import prove_coverage
+from alphatoken.direction.scored import ScoredParameters
 from alphatoken.errors import CoverageError, ModelError, UnsupportedError
-from alphatoken.estimate.causality import allowed_pairs, argument_kinds, prove_causality
-from alphatoken.estimate.gradients import captured_gradients, gradient_of
-from alphatoken.estimate.names import CAPTURED, SELF_ONLY, SPLIT, WALK
-from alphatoken.estimate.padding import padded_on_the_left, see_left_padding
-from alphatoken.model.backward import accumulate_errors
+from alphatoken.estimate.batch_proofs import (
+    argument_kinds,
+    as_observed,
+    as_scored,
+    boundary_arguments,
+    padded_on_the_left,
+    prove_causality,
+    prove_documents,
+    see_left_padding,
+)
 from alphatoken.model.batch import LabelledBatch
-from alphatoken.model.batch_slice import around_documents, around_responses, real_tokens
-from alphatoken.model.capture import Recorder, record
-from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.batch_slice import around_documents, around_responses
+from alphatoken.model.capture import Recorder, accumulate_errors, record
 from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.model.scope import Scope
-from alphatoken.model.sharding import Sharding
-from alphatoken.support.finite import refuse_first
 from alphatoken.support.precision import float16_named
 
-__all__ = [
-    "CaptureCheck",
-    "CoverageReport",
-    "prove_coverage",
-    "prove_documents",
-    "prove_isolation",
-    "require_covered",
-    "require_self_rule",
-]
-
-
-def require_covered(scope: Scope, estimator: str, uncovered: str) -> None:
-    """Raise unless the estimator sees every matrix of the scored layers, or may leave some out.
-
-    Args:
-        scope: what can be captured, and what cannot.
-        estimator: its name; label values need no captured errors and cover everything.
-        uncovered: "error", or "skip" to leave matrices out and say so in the report.
-
-    Raises:
-        CoverageError: naming the first matrix that is not covered, and why.
-    """
-    if estimator not in CAPTURED or not scope.uncovered or uncovered == "skip":
-        return
-    name, reason = next(iter(scope.uncovered.items()))
-    raise CoverageError(
-        f"'{estimator}' cannot cover every matrix of the scored layers",
-        got=f"{name}: {reason} ({len(scope.uncovered)} such)",
-        why="their part of the gradient would be missing from the values",
-        remedy=", or ".join(_covering(scope)),
-    )
-
-
-def _covering(scope: Scope) -> list[str]:
-    """Remedies for uncovered matrices: only those that work here."""
-    reasons = scope.uncovered.values()
-    experts = [why for why in reasons if "linears,experts" in why]
-    routed = any("router" in why for why in reasons)
-    slow = " and model.set_experts_implementation('eager')" if experts or routed else ""
-    remedies = [f"estimator='label'{slow}"]
-    if experts:
-        rest = ", uncovered='skip' for the others" if len(experts) < len(reasons) else ""
-        remedies.append(f"parameters='linears,experts'{rest}")
-    if scope.linears:
-        remedies.append("uncovered='skip' to leave them out and say so")
-    return remedies
+__all__ = ["CaptureCheck", "CoverageReport", "prove_isolation", "require_self_rule"]
 
 
 def require_self_rule(recorder: Recorder, estimator: str) -> None:
@@ -173,233 +131,6 @@ def prove_isolation(recorder: Recorder, losses: Tensor, mask: Tensor, estimator:
     return True
 
 
-# What rounding explains in each dtype; a use that was missed is of the size of the gradient itself.
-_COVERAGE_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
-_COVERAGE_TOLERANCE_HALF = 2e-2
-_FOLLOWED = "estimator='label', which follows the weight through every use"
-
-
-def compare_gradients(
-    captured: Mapping[str, tuple[Tensor, float]],
-    expected: Mapping[str, Tensor | None],
-    *,
-    narrow: bool = False,
-    remedy: str = _FOLLOWED,
-) -> float:
-    """Compare what the captured uses explain with autograd's gradient of the same loss.
-
-    Args:
-        captured: parameter name -> (sum over captured uses of delta (x) x, as stored; the sum of
-            the norms of its terms). The error is relative to the latter, so that a gradient that
-            cancels is no false alarm.
-        expected: parameter name -> autograd's gradient (None: no path); all parameters in scope.
-        narrow: autograd multiplied in 16 bits whatever the gradient's dtype says (autocast).
-        remedy: what the error tells the user to do.
-
-    Returns:
-        The largest relative error (Frobenius norm).
-
-    Raises:
-        CoverageError: a parameter is used outside the captured modules; the message names it.
-    """
-    worst = 0.0
-    for name, target in expected.items():
-        explained, scale = captured.get(name, (None, 0.0))
-        parts = [t.double() for t in (target, explained) if t is not None]
-        if not parts:
-            continue
-        difference = parts[0] - parts[1] if len(parts) == 2 else parts[0]
-        scale = max(scale, 0.0 if target is None else float(target.double().norm()))
-        relative = float(difference.norm()) / scale if scale > 0 else float(difference.norm())
-        own = torch.float32 if target is None else target.dtype
-        dtype = torch.bfloat16 if narrow else own
-        # ``not <=`` instead of ``>``: a NaN is refused as well.
-        if not relative <= _COVERAGE_TOLERANCE.get(dtype, _COVERAGE_TOLERANCE_HALF):
-            raise CoverageError(
-                "a weight in scope is used in a way that was not captured",
-                got=f"{name}: captured uses explain its gradient to a relative error of "
-                f"{relative:.1e}",
-                why="the part that passes through the other use would be missing from the values",
-                remedy=remedy,
-            )
-        worst = max(worst, relative)
-    return worst
-
-
-def prove_coverage(
-    recorder: Recorder,
-    losses: Tensor,
-    parameters: Mapping[str, Tensor],
-    names: Mapping[str, str],
-    *,
-    remedy: str = _FOLLOWED,
-) -> float:
-    """Prove that the captured uses are all uses: sum of delta (x) x equals autograd's gradient.
-
-    Args:
-        recorder: one recorded forward.
-        losses: its token losses; the graph stays.
-        parameters: name -> parameter, everything in scope.
-        names: place of a parameter -> its name; see ``columns.ColumnSums``.
-        remedy: what the error tells the user to do.
-
-    Returns:
-        The largest relative error (Frobenius norm).
-
-    Raises:
-        CoverageError: a parameter is used outside the captured modules; the message names it.
-    """
-    with torch.enable_grad():
-        loss = losses.sum()
-    # Ordinary errors, whatever the estimator: only they sum to the gradient. What is proved holds
-    # for the self-only ones too, since it is about where the weights are used.
-    errors = accumulate_errors(recorder, loss, recorder.outputs, "ordinary")
-    captured = {
-        name: (gradient, float(torch.as_tensor(size).detach()))
-        for name, gradient, size in captured_gradients(recorder, errors, names)
-        if gradient is not None
-    }
-    gradients = gradient_of(loss, list(parameters.values()), retain_graph=True)
-    narrow = any(use.s.dtype not in _COVERAGE_TOLERANCE for use in recorder.linears)
-    expected = dict(zip(parameters, gradients, strict=True))
-    return compare_gradients(captured, expected, narrow=narrow, remedy=remedy)
-
-
-Forward = Callable[[Mapping[str, Any]], Tensor]
-"""Inputs to logits."""
-
-
-@contextmanager
-def _as_scored(adapter: DecoderAdapter) -> Iterator[Forward]:
-    """The adapter's forward, in evaluation mode."""
-    with torch.no_grad(), evaluation_mode(adapter.model):
-        yield adapter.forward
-
-
-@contextmanager
-def as_observed(adapter: DecoderAdapter) -> Iterator[Forward]:
-    """The model as its user has called it: in its modes, with no argument but those given.
-
-    A model that is left to keep a cache may read packed rows as one document, and one that
-    trains may keep none. Each call draws the same random numbers, so that dropout moves nothing.
-    """
-
-    def forward(inputs: Mapping[str, Any]) -> Tensor:
-        # Those of a loss are left out, and none is added, such as ``use_cache=False``.
-        arguments = {k: v for k, v in adapter.arguments(inputs).items() if k in inputs}
-        arguments |= {"use_cache": inputs["use_cache"]} if "use_cache" in inputs else {}
-        torch.set_rng_state(drawn)
-        for device, state in by_device.items():
-            torch.cuda.set_rng_state(state, device)
-        return adapter.logits_of(adapter.model(**arguments))
-
-    devices = {p.device for p in adapter.model.parameters() if p.is_cuda}
-    drawn, by_device = torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices}
-    with torch.no_grad(), torch.random.fork_rng(list(devices)):
-        yield forward
-
-
-def prove_documents(
-    adapter: DecoderAdapter,
-    batch: LabelledBatch,
-    *,
-    running: Callable[[DecoderAdapter], AbstractContextManager[Forward]] = _as_scored,
-) -> None:
-    """Prove that packed documents do not see each other, by two forwards of the model.
-
-    The second forward gets other tokens in all documents of a row but the last, whose logits must
-    stay as they were.
-
-    Args:
-        adapter: of the model.
-        batch: with several documents in a row.
-        running: a context that gives the forward.
-
-    Raises:
-        ModelError: logits of a row's last document depend on the tokens before it.
-        NumericalError: one of them is NaN.
-    """
-    starts = batch.document_starts
-    assert starts is not None
-    places = torch.arange(starts.shape[1], device=starts.device)
-    last = torch.where(starts, places, 0).amax(-1, keepdim=True)  # where it begins
-    ids = batch.inputs["input_ids"]
-    # 0 becomes 1 and all else 0: every token changes, and stays within any vocabulary.
-    other = torch.where(places < last, (ids == 0).to(ids), ids)
-    with running(adapter) as forward:
-        before = forward(batch.inputs).float()
-        after = forward({**batch.inputs, "input_ids": other}).float()
-    watched = (places >= last) & (last > 0) & real_tokens(batch)
-    # Equal logits first: some models set unused ones to -inf, and the difference of two is NaN. A
-    # NaN elsewhere, at padding say, is nobody's, and must not reach the maximum of its row.
-    moved = (before - after).abs().masked_fill_(before == after, 0.0).amax(-1)
-    moved = torch.where(watched, moved, 0.0)
-    refuse_first(
-        moved.isnan(),
-        moved,
-        "a logit of a packed row is not finite",
-        why="whether it depends on the documents before it cannot be seen",
-        remedy="look at the weights and at the precision of the forward",
-    )
-    # A kernel may sum in another order; a document that is seen moves logits by far more than this.
-    size = before[watched]
-    changed = moved.amax(-1) > 1e-4 * float(size[size.isfinite()].abs().max())
-    if bool(changed.any()):
-        row = int(changed.nonzero()[0])
-        raise ModelError(
-            "this model lets packed documents see each other",
-            got=f"row {row}: logits from token {int(last[row])} on change with the documents "
-            "before it",
-            why="values of one document would depend on its neighbours, silently",
-            remedy="call the model with use_cache=False; pass packed rows without an "
-            "attention_mask, one document a row, or the boundary arguments (cu_seq_lens) that the "
-            "model's kernels need",
-        )
-
-
-def boundary_arguments(batch: LabelledBatch) -> frozenset[str] | None:
-    """The arguments of a packed batch, and how each mask among them separates its documents.
-
-    Two batches for which this is equal are read alike by the model, so one proof serves both. The
-    names of the arguments would not be enough, since a mask may separate the documents of one batch
-    and not those of the next. The result is None if an argument cannot be judged, or separates
-    only some of the documents; such a batch is proved by itself.
-    """
-    boundaries: set[str] = set()
-    for name, value in batch.inputs.items():
-        judged = _judged(value, batch) if "mask" in name else "given"
-        if judged is None:
-            return None
-        boundaries.add(f"{name}: {judged}")
-    return frozenset(boundaries)
-
-
-def _judged(mask: object, batch: LabelledBatch) -> str | None:
-    """Documents that a mask separates, or None if it separates only some or is unreadable.
-
-    "none": there is no mask. "ones": it hides nothing but padding. "numbered": its numbers change
-    where a document starts, and nowhere else. "blocked": a mask of pairs that allows none across
-    documents.
-    """
-    starts, shape = batch.document_starts, batch.labels.shape
-    assert starts is not None
-    if mask is None:
-        return "none"
-    if not isinstance(mask, Tensor):
-        return None
-    if mask.dim() == 2:
-        real = real_tokens(batch)
-        if bool((mask[real] == 1).all()):
-            return "ones"
-        separated = (mask[:, 1:] != mask[:, :-1]) == starts[:, 1:]
-        return "numbered" if bool((separated | ~real[:, 1:]).all()) else None
-    if mask.dim() != 4 or mask.shape[-2:] != (shape[1], shape[1]):
-        return None
-    document = starts.long().cumsum(-1)
-    foreign = (document[:, :, None] != document[:, None, :])[:, None]
-    return None if bool((allowed_pairs(mask) & foreign).any()) else "blocked"
-
-
 @dataclass(frozen=True)
 class CoverageReport:
     """The parameters in scope, and the proofs of their coverage.
@@ -427,8 +158,10 @@ class CoverageReport:
     unproved: dict[str, str] = field(default_factory=dict)
 
 
-_SHARDED = "no process has whole weights, so autograd's gradient of one cannot be compared"
-_SHARDED_ALONE = "it needs forwards of its own, which the processes may not run together"
+_WHOLE = "no process has whole weights, so autograd's gradient of one cannot be compared"
+_ALONE = "it needs forwards of its own, which the processes may not run together"
+_UNPROVED = {"coverage": _WHOLE, "documents": _ALONE, "causality": _ALONE, "derivatives": _WHOLE}
+"""Under sharded weights nothing but isolation is proved."""
 
 
 class CaptureCheck:
@@ -438,15 +171,6 @@ class CaptureCheck:
     sharded weights that whole batch. Where there is none, or where it could not show everything,
     the first recording that is valued is looked at instead.
 
-    Args:
-        adapter: of the model.
-        scope: what is captured.
-        parameters: name -> parameter, everything in scope.
-        names: place of a parameter -> its name.
-        estimator: one that works on captured errors, "label", or "walk", which needs no proof.
-        skipped: for the report.
-        sharding: of the weights; where there is one, nothing but isolation is proved.
-
     Attributes:
         report: what was proved so far.
         pending: True until coverage, or of ``label`` the derivatives, were proved (or ruled out).
@@ -455,43 +179,29 @@ class CaptureCheck:
     def __init__(
         self,
         adapter: DecoderAdapter,
-        scope: Scope,
-        parameters: Mapping[str, Tensor],
-        names: Mapping[str, str],
-        estimator: str,
-        *,
-        skipped: dict[str, str],
-        sharding: Sharding | None,
+        scored: ScoredParameters,
+        config: ScorerConfig,
     ) -> None:
-        self._adapter, self._scope, self._estimator = adapter, scope, estimator
-        self._parameters, self._names, self._sharding = parameters, names, sharding
+        self._adapter, self._scored, self._estimator = adapter, scored, config.estimator
+        sharded = scored.sharding is not None
         self._documents: set[frozenset[str]] = set()  # kinds of packed batches that were proved
         self._causal: set[frozenset[str]] = set()  # and kinds of arguments
         self._padding_seen = False  # whether one on the left was, which is warned of once
         self._version: int | None = None
         self._versions = 0
-        self.pending = self._to_prove = estimator in CAPTURED or (
-            estimator != WALK and sharding is None
+        self.pending = self._to_prove = config.captured or (
+            config.estimator != WALK and not sharded
         )
         self.report = CoverageReport(
-            tuple(linear.name for linear in scope.linears),
-            tuple(parameters),
-            skipped,
-            unproved={}
-            if sharding is None
-            else {
-                "coverage": _SHARDED,
-                "documents": _SHARDED_ALONE,
-                "causality": _SHARDED_ALONE,
-                "derivatives": _SHARDED,
-            },
+            tuple(linear.name for linear in scored.scope.linears),
+            tuple(scored.parameters),
+            skipped=scored.scope.uncovered if config.uncovered == "skip" else {},
+            unproved=dict(_UNPROVED) if sharded else {},
         )
 
     def take(self, report: CoverageReport) -> None:
-        """Take over what another scorer of the same model proved of this estimator.
-
-        Nothing is taken where this one captures a layer that the other did not.
-        """
+        """Take over what another scorer of the same model proved of this estimator."""
+        # Nothing, where this one captures a layer that the other did not.
         if set(self.report.linears) <= set(report.linears):
             self.report = replace(
                 self.report,
@@ -502,14 +212,9 @@ class CaptureCheck:
             self.pending = False
 
     def see_version(self, version: int) -> None:
-        """Ask for all proofs again at the 2nd, 4th, 8th, ... version of the weights.
-
-        They are of the weights as they were: a branch behind a gate that opens in training, or
-        behind matrices that begin at 0, had no part in the predictions that were looked at.
-
-        Args:
-            version: of the direction in use, which is built anew as the weights move.
-        """
+        """Ask for all proofs again at the 2nd, 4th, 8th, ... version of the direction."""
+        # They are of the weights as they were: a branch behind a gate that opens in training, or
+        # behind matrices that begin at 0, had no part in the predictions that were looked at.
         if version == self._version:
             return
         self._version = version
@@ -523,7 +228,9 @@ class CaptureCheck:
     def recording(self) -> AbstractContextManager[Recorder]:
         """Record a forward with all that the estimator needs."""
         switched = self._estimator in SPLIT
-        return record(self._adapter, self._scope, attention=switched, sharding=self._sharding)
+        return record(
+            self._adapter, self._scored.scope, attention=switched, sharding=self._scored.sharding
+        )
 
     def require_rule(self, recorder: Recorder) -> None:
         """Raise unless the recorded forward is one that the estimator is defined on."""
@@ -533,9 +240,6 @@ class CaptureCheck:
 
     def see(self, recorder: Recorder, losses: Tensor, mask: Tensor) -> None:
         """Prove what is not proved yet on this forward; its graph stays.
-
-        It is called before the first direction is built, with the forward of a slice, and with
-        every pass that is valued, before the values are returned.
 
         Raises:
             ModelError, UnsupportedError, CoverageError: see the proofs.
@@ -554,32 +258,29 @@ class CaptureCheck:
         if self._estimator in SELF_ONLY and not self.report.isolated:
             proved = prove_isolation(recorder, losses, mask, self._estimator)
             self.report = replace(self.report, isolated=proved)
-        if self.pending and self._sharding is None:
+        if self.pending and self._scored.sharding is None:
             with float16_named(self._adapter.model, (CoverageError,)):
-                error = prove_coverage(recorder, losses, self._parameters, self._names)
+                error = prove_coverage(
+                    recorder, losses, self._scored.parameters, self._scored.names
+                )
             self.report = replace(self.report, relative_error=error)
         self.pending = False
 
     def derivatives_agree(self, relative: float, *, pending: bool = False) -> None:
-        """Note that the derivative that is taken was shown to agree with autograd.
-
-        Args:
-            relative: by how much the two differ.
-            pending: there was no M to look along, and the proof is to be taken again.
-        """
+        """Note by how much the derivative differs from autograd; ``pending``: prove it again."""
         self.report = replace(self.report, derivatives=relative)
         self.pending = pending
 
     def see_arguments(self, batch: LabelledBatch, *, observed: bool = False) -> None:
         """Refuse a batch of which a prediction sees later tokens, or another document.
 
-        Forwards of its own are run for kinds of arguments that were not met yet; for documents as
-        the user has called the model, where that is what is ``observed``.
+        Kinds of arguments that are new are tried by forwards of our own; ``observed``: for
+        documents in the way that the user has called the model.
 
         Raises:
-            ModelError: see ``causality`` and ``prove_documents``.
+            ModelError: see ``prove_causality`` and ``prove_documents``.
         """
-        if self._sharding is not None:
+        if self._scored.sharding is not None:
             return
         kinds = argument_kinds(batch)
         if kinds is None or kinds not in self._causal:
@@ -603,6 +304,6 @@ class CaptureCheck:
             # Its masks were judged on the whole batch. Where they cannot be, the batch is proved
             # as a whole, since they may separate some of its documents and not others.
             piece = batch if arguments is None else around_documents(batch)
-            prove_documents(self._adapter, piece, running=as_observed if observed else _as_scored)
+            prove_documents(self._adapter, piece, running=as_observed if observed else as_scored)
         if arguments is not None:
             self._documents.add(arguments)

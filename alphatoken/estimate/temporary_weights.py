@@ -1,4 +1,4 @@
-"""Weights that a model has for a while, in place or in parts; its own are restored bitwise."""
+"""Weights that a model has for a while; its own are restored bitwise."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from alphatoken.support.precision import wide
 
 __all__ = ["ShiftedWeights", "TemporaryWeights"]
 
-_ATTEMPTS = 8
-"""At bringing weights back, each ended by a signal."""
+_ATTEMPTS = 8  # at restoring weights, each ended by a signal
 
 
 class _TrainedEmbedding(TorchFunctionMode):
     """Inside, an embedding moves as its backward says, which is what trains.
 
-    The backward gives the row at ``padding_idx`` nothing, though a head tied to the same weight
-    does. ``row_before`` gives that row of a weight as it was, None where the weight does not move.
+    The backward gives the row at ``padding_idx`` nothing; ``row_before`` gives that row of a weight
+    as it was, None where the weight does not move.
     """
 
     def __init__(self, row_before: Callable[[Tensor, int], Tensor | None]) -> None:
@@ -63,16 +62,14 @@ def _put(parameter: Tensor, memory: Tensor) -> None:
 class TemporaryWeights:
     """Moves parameters temporarily; leaving ``open`` restores them bitwise.
 
-    The parameters are the same objects and have other memory meanwhile: two copies of all weights
-    are spared, a tenth of a short forward's time. A view that a module has made of a weight for
-    good does not see the move. Shards, which others hold views of, are written in place. A tied
-    weight moves once. Memory: one more copy of what moves, while ``open``.
-
-    Args:
-        model: whose parameters move, outside a forward.
-        names: of the parameters that move.
-        sharding: of the weights. Every process moves its own part, and gathers nothing.
+    A tied weight moves once. Under ``sharding`` every process moves its own part, and gathers
+    nothing. A view that a module has made of a weight for good does not see the move. Memory: one
+    more copy of what moves, while ``open``.
     """
+
+    # The parameters are the same objects and have other memory meanwhile, which spares two copies
+    # of all weights, a tenth of a short forward's time. Shards, which others hold views of, are
+    # written in place.
 
     def __init__(
         self, model: nn.Module, names: Iterable[str], sharding: Sharding | None = None
@@ -87,7 +84,7 @@ class TemporaryWeights:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Allow moves inside; at the end the weights are restored, also after an exception."""
+        """Allow moves inside; the weights are restored at the end, also after an exception."""
         targets = self._memory()
         self._before = targets if self._sharding is None else [part.clone() for part in targets]
         self._targets = [] if self._sharding is None else targets
@@ -108,7 +105,6 @@ class TemporaryWeights:
                 raise raised
 
     def _memory(self) -> list[Tensor]:
-        """The memory of each parameter, or of this process's part of it."""
         return [self._moving(name, self._part(name))[0] for name in self._parameters]
 
     def _back(self) -> None:
@@ -121,7 +117,7 @@ class TemporaryWeights:
         self._moved()
 
     def _away(self) -> list[Tensor]:
-        """Memory to write the moved weights into, which is the parameters' from then on."""
+        """Memory for the moved weights, which is the parameters' from then on."""
         if not self._targets:
             self._targets = [torch.empty_like(before) for before in self._before]
             for parameter, target in zip(self._parameters.values(), self._targets, strict=True):
@@ -133,12 +129,7 @@ class TemporaryWeights:
 
     @torch.no_grad()
     def place(self, weights: Mapping[str, Tensor]) -> None:
-        """Put the weights here, rounded to their dtype.
-
-        Args:
-            weights: name -> weight in the parameter's shape; under ``sharding`` this process's part
-                of it, as in ``parts``.
-        """
+        """Move to these weights (or this process's parts, as in ``parts``), rounded."""
         for target, name in zip(self._away(), self._parameters, strict=True):
             target.copy_(self._moving(name, weights[name])[1])
         self._moved()
@@ -176,14 +167,7 @@ class TemporaryWeights:
 
 
 class ShiftedWeights(TemporaryWeights):
-    """Moves parameters along M; embeddings move as their backward says.
-
-    Args:
-        model: as in ``TemporaryWeights``.
-        direction: parameter name -> M in the parameter's shape; under ``sharding`` this process's
-            part of it.
-        sharding: as in ``TemporaryWeights``.
-    """
+    """Moves parameters along M, by parameter name; embeddings move as their backward says."""
 
     def __init__(
         self,
@@ -205,7 +189,7 @@ class ShiftedWeights(TemporaryWeights):
 
     @torch.no_grad()
     def to(self, step: float) -> None:
-        """Put the weights at ``theta + step M``."""
+        """Move to ``theta + step M``."""
         for target, m, before in zip(self._away(), self._along, self._before, strict=True):
             torch.add(before, m.to(target.dtype), alpha=step, out=target)
         self._moved()
@@ -248,7 +232,7 @@ class ShiftedWeights(TemporaryWeights):
                 yield
 
     def _padding_rows(self, sharding: Sharding) -> dict[str, Tensor]:
-        """Rows of embeddings that no backward reaches; gathered with the others, then kept."""
+        """Rows of embeddings that no backward reaches, from gathered weights."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         rows_by_name = {}
         for module in self._model.modules():

@@ -1,24 +1,18 @@
-"""Conversion of columns by position of use to values by token, and of both sides to one."""
+"""Values along the sides of M by token, both sides added with lambda, and every one finite."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple, ParamSpec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from alphatoken.estimate.columns import Columns
-from alphatoken.model.batch import to_token_index
-from alphatoken.support.finite import refuse_first
+from alphatoken.support.precision import refuse_first
 from alphatoken.values import TokenValues
 
 __all__ = [
     "DirectCausal",
-    "assign_columns",
     "combine",
-    "finite",
     "require_finite_numbers",
     "require_finite_values",
     "undivided",
@@ -38,25 +32,8 @@ class DirectCausal(NamedTuple):
 
 
 def undivided(values: Tensor) -> DirectCausal:
-    """Values (b, t) of an estimator that has neither a split nor columns of prompt positions."""
+    """Values (b, t) without a split, and without columns of prompt positions."""
     return DirectCausal(values, torch.zeros_like(values), torch.zeros_like(values[:, 0]))
-
-
-def assign_columns(columns: Columns, mask: Tensor) -> DirectCausal:
-    """Columns by position to values by token.
-
-    Both columns of token i are those of position i - 1, where it is predicted. What belongs to no
-    response token is summed per row into ``unassigned``.
-    """
-    direct, causal = (
-        to_token_index(column).masked_fill(~mask, 0.0)
-        for column in (columns.direct, columns.causal)
-    )
-    # Causal columns of prompt positions belong to no response token. They are reported and not
-    # dropped, so that values and ``unassigned`` together are <grad L, M> for the path estimator.
-    everything = columns.direct.sum(-1) + columns.causal.sum(-1)
-    unassigned = everything - direct.sum(-1) - causal.sum(-1)
-    return DirectCausal(direct, causal, unassigned)
 
 
 def combine(
@@ -93,10 +70,10 @@ def combine(
 
 
 def require_finite_values(values: TokenValues) -> TokenValues:
-    """The values themselves, of whichever estimator, once none of them is NaN or infinite.
+    """The values themselves, once none of them is NaN or infinite.
 
     Raises:
-        NumericalError: one is not; names the first one's row and token.
+        NumericalError: one is; names its row and token.
     """
     # What is not finite in a component is not finite in the sum of all, ``total``.
     if all(bool(torch.isfinite(x).all()) for x in (values.total, values.unassigned)):
@@ -105,19 +82,6 @@ def require_finite_values(values: TokenValues) -> TokenValues:
         require_finite_numbers(getattr(values, kind), f"the {kind.replace('_', ' ')} of a token")
     require_finite_numbers(values.unassigned[:, None], "the sum over a prompt")
     return values
-
-
-_P = ParamSpec("_P")
-
-
-def finite(values: Callable[_P, TokenValues]) -> Callable[_P, TokenValues]:
-    """``require_finite_values`` of whatever a function returns."""
-
-    @functools.wraps(values)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> TokenValues:
-        return require_finite_values(values(*args, **kwargs))
-
-    return checked
 
 
 def require_finite_numbers(numbers: Tensor, what: str) -> None:

@@ -22,16 +22,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from alphatoken.model.causal import CausalStructure
 from alphatoken.model.protocol import AttentionCall, NativeAttention
 from alphatoken.model.switch import BackwardSwitch, around
 from alphatoken.support.precision import full_precision, wide
 
 __all__ = [
     "AttentionStatistics",
+    "AttentionUse",
     "forward_mode_attention",
     "propagate_values",
     "self_terms",
@@ -50,13 +50,73 @@ def _group(heads: Tensor, groups: int) -> Tensor:
     return heads.reshape(batch, groups, count // groups, *rest)
 
 
-def _block(tensor: Tensor | None, rows: slice, columns: slice) -> Tensor | None:
+def _block(mask: Tensor, rows: slice, columns: slice) -> Tensor:
     """Rows and columns of a mask that may be broadcast along either axis."""
-    if tensor is None:
-        return None
-    if tensor.shape[-2] != 1:
-        tensor = tensor[..., rows, :]
-    return tensor[..., columns] if tensor.shape[-1] != 1 else tensor
+    if mask.shape[-2] != 1:
+        mask = mask[..., rows, :]
+    return mask[..., columns] if mask.shape[-1] != 1 else mask
+
+
+class CausalStructure:
+    """The mask of a call without one, made block by block and never as a whole.
+
+    Position k attends to t <= k of its own document, if both are tokens, and with a window w only
+    to those fewer than w tokens back: the distance is counted in tokens, since kernels that take
+    documents leave padding out before they count.
+    """
+
+    def __init__(self, call: AttentionCall) -> None:
+        self.window, self.documents = call.window, call.documents
+        self.device = call.query.device
+        self._places: Tensor | None = None
+        self._begins: list[int] | None = None
+
+    @property
+    def padding(self) -> Tensor | None:
+        """(b, t) True at padding; None without documents."""
+        return None if self.documents is None else self.documents < 0
+
+    def block(self, rows: slice, columns: slice) -> Tensor:
+        """True where a query of ``rows`` attends to a key of ``columns``: (b or 1, 1, 1, k, t)."""
+        k = torch.arange(rows.start, rows.stop, device=self.device).unsqueeze(-1)
+        t = torch.arange(columns.start, columns.stop, device=self.device)
+        allowed = t <= k
+        if self.documents is None:
+            if self.window is not None:
+                allowed &= k - t < self.window
+            return allowed[None, None, None]
+        own, other = self.documents[:, rows, None], self.documents[:, None, columns]
+        allowed = allowed & (own == other) & (own >= 0)
+        if self.window is not None:
+            places = self._tokens_before()
+            allowed &= places[:, rows, None] - places[:, None, columns] < self.window
+        return allowed[:, None, None]
+
+    def first_key(self, rows: slice) -> int:
+        """No query of ``rows`` attends to a key before this one."""
+        if self.documents is None:
+            return 0 if self.window is None else max(0, rows.start - self.window + 1)
+        if self._begins is None:
+            self._begins = self._document_begins(self.documents)
+        return min(self._begins[rows])
+
+    def _tokens_before(self) -> Tensor:
+        if self._places is None:
+            assert self.documents is not None
+            self._places = (self.documents >= 0).long().cumsum(-1)
+        return self._places
+
+    @staticmethod
+    def _document_begins(documents: Tensor) -> list[int]:
+        """Earliest begin, over the rows, of the document at each position."""
+        places = torch.arange(documents.shape[1], device=documents.device)
+        token = documents >= 0
+        # Padding may lie inside a document, so a token is compared with the token before it.
+        latest = torch.where(token, places, -1).cummax(-1).values
+        before = nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
+        other = documents.gather(1, before.clamp(min=0)) != documents
+        begins = torch.where(token & (other | (before < 0)), places, 0).cummax(-1).values
+        return [int(begin) for begin in begins.amin(0).tolist()]
 
 
 @dataclass(frozen=True)
@@ -90,7 +150,7 @@ class AttentionStatistics:
         self.sinks = None if call.sinks is None else call.sinks.detach()
         self.dtype = wide(self.query.dtype)
         self.length = self.key.shape[2]
-        self._causal = None if call.mask is not None else CausalStructure(call)
+        self._causal = CausalStructure(call)  # read where there is no mask
         self._lse: Tensor | None = None
 
     @full_precision
@@ -99,17 +159,15 @@ class AttentionStatistics:
         q = self.query[..., rows, :].to(self.dtype)
         k = self.key[..., columns, :].to(self.dtype)
         logits, slope = _cap(torch.einsum("bgrkd,bgtd->bgrkt", q, k) * self.scale, self.softcap)
-        if self._causal is not None:
+        if self.mask is None:
             logits = logits.masked_fill(~self._causal.block(rows, columns), -torch.inf)
         else:
-            part = _block(self.mask, rows, columns)
-            assert part is not None
-            logits = _apply(logits, _grouped_mask(part, self.groups))
+            logits = _apply(logits, _grouped_mask(_block(self.mask, rows, columns), self.groups))
         return _Block(logits, slope, rows, columns)
 
     def first_key(self, rows: slice) -> int:
         """No query of ``rows`` attends to a key before this one."""
-        return 0 if self._causal is None else self._causal.first_key(rows)
+        return self._causal.first_key(rows) if self.mask is None else 0
 
     def row_blocks(self) -> Iterator[_Block]:
         """Blocks that cover every query once, with all the keys that it can attend to."""
@@ -163,7 +221,7 @@ class AttentionStatistics:
             )
         # A query that may attend to nothing: softmax gives NaN there. In causal attention every
         # query attends to itself at least, if it is no padding.
-        if self._causal is None or self._causal.documents is not None:
+        if self.mask is not None or self._causal.documents is not None:
             alpha = alpha.masked_fill(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
         return alpha, share
 
@@ -179,7 +237,7 @@ class AttentionStatistics:
             if mask.shape[-2] == 1 or mask.shape[-1] == 1:
                 mask = mask.expand(*mask.shape[:-2], self.length, self.length)
             logits = _apply(logits, _grouped_mask(mask[..., every, every], self.groups))
-        elif self._causal is not None and self._causal.padding is not None:
+        elif self._causal.padding is not None:
             logits = logits.masked_fill(self._causal.padding[:, None, None], -torch.inf)
         lse = self.lse
         return torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)), slope
@@ -323,6 +381,28 @@ def propagate_values(
             part = torch.einsum("bgrkt,bgrkd->bgtd", alpha, e[..., rows, :])
         result[..., block.columns, :] += part
     return result
+
+
+@dataclass(frozen=True)
+class AttentionUse:
+    """One attention call: value states and head outputs (in the graph), and its statistics.
+
+    Errors are taken at ``output``; Value-Propagation sends them on from ``value``.
+    """
+
+    module: nn.Module
+    value: Tensor
+    output: Tensor
+    statistics: AttentionStatistics
+    dropout: float
+    execution: int
+
+    def propagated(
+        self, error: Tensor, window: int | None, *, head_mean: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Value-Propagation of errors at ``output``: a tensor of the graph, and the error there."""
+        carried = propagate_values(self.statistics, error, window=window, head_mean=head_mean)
+        return self.value, carried.to(self.value.dtype)
 
 
 @full_precision

@@ -23,20 +23,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alphatoken.errors import InputError, UnsupportedError, require_choice
-from alphatoken.model.token_ids import require_rows
 from alphatoken.model.vocabulary import chosen_losses
-from alphatoken.support.finite import refuse_first
-from alphatoken.support.precision import wide
+from alphatoken.support.precision import refuse_first, wide
 
 __all__ = [
     "IGNORE",
     "LabelledBatch",
     "PreferenceBatch",
     "documents_in_rows",
+    "embedding_rows",
     "label_mask",
     "labels_of_all",
     "predicted_labels",
     "read_batch",
+    "require_rows",
     "to_label_position",
     "to_token_index",
     "token_losses",
@@ -69,13 +69,9 @@ def predicted_labels(
     """``labels`` with -100 where the label position is masked: ``attention_mask[:, i - 1] == 0``.
 
     What the model says there is a function of the pad token, so nothing is to be learned from it
-    and the token has no value. The first token of a packed document is another case: the mask does
-    not show it. ``read_batch`` recognises it by ``position_ids`` and refuses it as a label.
-
-    Args:
-        labels: unshifted.
-        attention_mask: (b, t), 0 at padding; None or of another form (a mask of pairs) hides none.
-        role: how messages call this batch.
+    and the token has no value. A mask that is no (b, t) (one of pairs) hides nothing. The first
+    token of a packed document is another case: the mask does not show it. ``read_batch`` recognises
+    it by ``position_ids`` and refuses it as a label.
 
     Raises:
         InputError: a label of padding itself, ``attention_mask[:, i] == 0``.
@@ -215,7 +211,7 @@ class LabelledBatch:
 
     @property
     def response_tokens(self) -> int:
-        """Number of response tokens."""
+        """How many tokens of all rows are responses."""
         return int(self.mask.sum())
 
     @property
@@ -342,7 +338,6 @@ def read_batch(
 
 
 def _require_mask(mask: Any, role: str) -> None:
-    """Refuse a mask (b, t) of other numbers than whole ones from 0 on."""
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype == torch.bool:
         return
     bad = (mask < 0) | (mask != mask.round() if mask.is_floating_point() else mask < 0)
@@ -356,7 +351,6 @@ def _require_mask(mask: Any, role: str) -> None:
 
 
 def _require_no_other_labels(batch: Mapping[str, Any], role: str, model: Any) -> None:
-    """Refuse a mask or weights of the loss that say something else than the labels."""
     names = {name for name in batch if weighs_tokens(name)}
     if names and model is not None:  # what a forward reads by such a name is its own
         names -= inspect.signature(model.forward).parameters.keys()
@@ -444,7 +438,6 @@ class PreferenceBatch:
     normalization: str = field(default="tokens")
 
     def __post_init__(self) -> None:
-        """Check shapes and options once."""
         pairs = {
             int(self.chosen["input_ids"].shape[0]),
             int(self.rejected["input_ids"].shape[0]),
@@ -460,12 +453,11 @@ class PreferenceBatch:
         require_choice("normalization", self.normalization, ("tokens", "pairs"), InputError)
 
     def __repr__(self) -> str:
-        """Pairs and temperature; the tensors are in the attributes."""
         pairs = int(self.reference_chosen.numel())
         return f"PreferenceBatch({pairs} pairs, beta={self.beta}, {self.normalization!r})"
 
     def branches(self) -> Iterator[tuple[Mapping[str, Any], Tensor, int]]:
-        """Yield (batch, reference log-probabilities, sign): chosen first, then rejected."""
+        """(batch, reference log-probabilities, sign): chosen first, then rejected."""
         yield self.chosen, self.reference_chosen, 1
         yield self.rejected, self.reference_rejected, -1
 
@@ -522,3 +514,39 @@ def documents_in_rows(bounds: Tensor, batch: int, length: int) -> Tensor:
             remedy="one row, as transformers' and TRL's collators for packing give it",
         )
     return rows
+
+
+def embedding_rows(model: Any) -> int | None:
+    """Number of tokens with a row in the input embedding; None if unknown."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    embedding = getattr(embedding, "base_layer", embedding)  # under a LoRA adapter
+    rows = getattr(embedding, "num_embeddings", None)
+    return rows if isinstance(rows, int) else None
+
+
+def require_rows(ids: Tensor, model: Any, what: str) -> None:
+    """Check that the embedding has a row for each of these ids, (batch, length) or (length,).
+
+    Raises:
+        InputError: one has none; names its place, and ``what`` the ids are.
+    """
+    # A token that was added to a tokenizer and not to the model: on a CPU its look-up raises a bare
+    # IndexError, on a GPU it stops the device.
+    rows = embedding_rows(model)
+    if rows is None or ids.dtype.is_floating_point or not ids.numel():
+        return
+    bad = (ids < 0) | (ids >= rows)
+    if bool(bad.any()):
+        place = bad.nonzero()[0].tolist()
+        names = ("row", "token")[-len(place) :]
+        where = ", ".join(f"{name} {i}" for name, i in zip(names, place, strict=True))
+        raise InputError(
+            f"a token of {what} has no row in the embedding",
+            got=f"id {int(ids[tuple(place)])} at {where}; {rows} rows",
+            why="the model has never seen it: it was added to the tokenizer, and not to the model",
+            remedy="the tokenizer that the model was trained with, or "
+            "model.resize_token_embeddings(len(tokenizer)) before training",
+        )

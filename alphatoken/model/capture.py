@@ -1,13 +1,14 @@
-"""Inputs and outputs of scored linears, captured in a forward that the model does not notice.
+"""Inputs, outputs and errors of scored linears in a forward that the model does not notice.
 
 ``record`` hooks the model, so that a ``Recorder`` gathers the uses of the scored linears and of
 attention while the model runs. When the context is left, also by an exception, all that was changed
-on the model (hooks, attention dispatch, checkpointing flags) is put back.
+on the model (hooks, attention dispatch, checkpointing flags) is put back. Errors come by
+``torch.autograd.grad``: no ``.grad`` is touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -17,11 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken.errors import ModelError
-from alphatoken.model.attention import switchable_attention
-from alphatoken.model.convolution import switchable_convolution
-from alphatoken.model.delta_rule import switchable_delta_rule
+from alphatoken.model.attention import AttentionUse, switchable_attention
+from alphatoken.model.delta_rule import (
+    ConvolutionStatistics,
+    DeltaUse,
+    switchable_convolution,
+    switchable_delta_rule,
+)
+from alphatoken.model.forward import hidden_of
 from alphatoken.model.observed_forward import ObservedForward, scores_in
-from alphatoken.model.partial_forward import hidden_of
 from alphatoken.model.protocol import (
     AttentionCall,
     ConvolutionCall,
@@ -37,9 +42,38 @@ from alphatoken.model.protocol import (
 from alphatoken.model.scope import Scope
 from alphatoken.model.sharding import Sharding
 from alphatoken.model.switch import BackwardSwitch
-from alphatoken.model.uses import AttentionUse, ConvolutionUse, DeltaUse, LinearUse
 
-__all__ = ["Recorder", "record"]
+__all__ = [
+    "LinearUse",
+    "Recorder",
+    "accumulate_errors",
+    "graph_nodes",
+    "record",
+    "stream_errors",
+]
+
+
+_Convolution = tuple[Tensor, Tensor, ConvolutionStatistics]
+"""Input, output and statistics of one call."""
+
+
+@dataclass(frozen=True)
+class LinearUse:
+    """One call of a scored linear: its input x (detached) and its output s (in the graph).
+
+    Of a linear x is (b, t, i) and s (b, t, o). Of experts, to c of which each token was sent, they
+    are (b, t, c, i) and (b, t, c, o), and ``experts`` (b, t, c) says to which.
+
+    ``execution`` is the number of the decoder-block call that it happened in, counted from the
+    first scored layer on. It tells the uses of a block that is called at two depths from each
+    other, which the name of the linear cannot.
+    """
+
+    linear: ScoredLinear
+    x: Tensor
+    s: Tensor
+    execution: int
+    experts: Tensor | None = None
 
 
 @dataclass
@@ -79,7 +113,7 @@ class Recorder:
     sharding: Sharding | None = None
     weights: frozenset[torch.dtype] = frozenset()  # dtypes of the model's, scored or not
     # The convolution of each delta net whose rule has not run yet; None: it was not in a graph.
-    _convolved: dict[nn.Module, ConvolutionUse | None] = field(default_factory=dict)
+    _convolved: dict[nn.Module, _Convolution | None] = field(default_factory=dict)
 
     @cached_property
     def tensors(self) -> dict[tuple[nn.Module, str], ScoredExperts]:
@@ -90,16 +124,12 @@ class Recorder:
     def repeatable(self, within: nn.Module | None = None) -> AbstractContextManager[None]:
         """Enter this around every backward through the recorded forward but the last.
 
-        Sharded weights are freed when a backward leaves their module. Inside this context they are
-        kept count of, so that the next backward finds them again. Without sharding it does nothing.
-
-        Args:
-            within: the module that the backward starts and ends in; None for the whole model.
+        See ``Sharding.repeatable``; without sharding it does nothing.
         """
         return nullcontext() if self.sharding is None else self.sharding.repeatable(within)
 
     def clear(self) -> None:
-        """Forget the last forward (and let go of its graph)."""
+        """Forget the last forward, and let its graph go."""
         self.linears.clear()
         self.attentions.clear()
         self._convolved.clear()
@@ -117,9 +147,9 @@ class Recorder:
             self.forward, self.begun, self.linears, self.attentions, self._convolved = kept
 
     def _keep(self) -> None:
-        """Make the pass that runs the one that is kept; called when a tensor in a graph is seen."""
-        # This is the first such tensor of its pass, so what was recorded is an earlier pass's.
-        # Dropping it here also frees that pass's graph before the new one grows.
+        """Make the pass that runs the one that is kept."""
+        # A tensor in a graph is met, and it is the first of its pass, so what was recorded is an
+        # earlier pass's. Dropping it here also frees that pass's graph before the new one grows.
         if self.begun is not self.forward:
             self.linears.clear()
             self.attentions.clear()
@@ -145,12 +175,10 @@ class Recorder:
 
     @property
     def attention_seen(self) -> bool:
-        """True if every block of the pass, in the graph or not, brought its attention here.
-
-        It is False where a model computes attention without the registry, or where somebody put
-        another entry into the registry that does not call ours. The self-only backward would then
-        silently be the ordinary one in that block.
-        """
+        """True if every block of the pass, in the graph or not, brought its attention here."""
+        # It is False where a model computes attention without the registry, or where somebody put
+        # another entry into the registry that does not call ours. The self-only backward would then
+        # silently be the ordinary one in that block.
         latest = self.latest
         if latest is None or not latest.blocks:
             return False
@@ -188,11 +216,9 @@ class Recorder:
                 self.begun.products = torch.get_autocast_dtype(device) if cast else hidden.dtype
 
     def on_trunk(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Note if blocks pass on a tensor or a tuple around it, after the lowest block ran.
-
-        ``partial_forward.start_at`` replaces the lower blocks by functions that return a tensor, so
-        it can be used only where the model's own blocks do.
-        """
+        """Note if the lowest block passed on a tensor, or a tuple around it."""
+        # ``forward.start_at`` replaces the lower blocks by functions that return a tensor, so it
+        # can be used only where the model's own blocks do.
         if self.begun is not None:
             self.begun.plain = isinstance(output, Tensor)
 
@@ -205,32 +231,23 @@ class Recorder:
                 self._keep()
         self.begun.blocks += 1
 
-    def on_call(
-        self, linear: ScoredLinear, module: nn.Module, args: tuple[Any, ...], output: Any
+    def on_linear(
+        self, linear: ScoredLinear, module: nn.Module, args: tuple[Any, ...], s: Any
     ) -> Tensor | None:
-        """Forward hook on a scored linear, put there by ``record``."""
-        if not isinstance(output, Tensor) or not args:
-            return None
-        return self.on_linear(linear, args[0], output)
-
-    def on_linear(self, linear: ScoredLinear, x: Tensor, s: Tensor) -> Tensor | None:
         """Keep one use if it is in a graph; generation and reference models leave no trace.
-
-        Shared experts are called on (b t, i), the positions of all rows one after the other. Such
-        a use is kept as (b, t, i), and errors are asked for at a view that the model goes on with.
-
-        Returns:
-            That view in the shape of ``s``; None where the model goes on with ``s`` itself.
 
         Raises:
             ModelError: the linear was not called once on every position of the batch.
         """
-        if not s.requires_grad:
+        if not isinstance(s, Tensor) or not args or not s.requires_grad:
             return None
+        x: Tensor = args[0]
         if s.ndim == 3:
             self._keep()
             self.linears.append(LinearUse(linear, x.detach(), s, self.execution))
             return None
+        # Shared experts are called on (b t, i), the positions of all rows one after the other. Such
+        # a use is kept as (b, t, i); errors are asked for at a view that the model goes on with.
         shape = self._positions(linear.name, s.shape[:-1])
         self._keep()
         x, rows = x.detach().reshape(*shape, -1), s.view(*shape, -1)
@@ -238,11 +255,7 @@ class Recorder:
         return rows.view(s.shape)
 
     def _positions(self, name: str, rows: torch.Size) -> torch.Size:
-        """(b, t) of the pass that runs, all of whose positions these rows are, one after the other.
-
-        Raises:
-            ModelError: they are more or fewer, or lie in more than one dimension.
-        """
+        """(b, t) of the pass that runs, all of whose positions these rows are, in order."""
         hidden = None if self.begun is None else self.begun.hidden
         shape = torch.Size() if hidden is None else hidden.shape[:2]
         if len(shape) != 2 or rows != (shape.numel(),):
@@ -271,15 +284,8 @@ class Recorder:
         # What is kept lies between the experts' product and all that follows, so that errors can
         # be asked for at it.
         rows = s.view(*shape, *s.shape[1:])
-        self.linears.append(
-            LinearUse(
-                tensor,
-                x.detach().unflatten(0, shape),
-                rows,
-                self.execution,
-                experts.unflatten(0, shape),
-            )
-        )
+        x, experts = x.detach().unflatten(0, shape), experts.unflatten(0, shape)
+        self.linears.append(LinearUse(tensor, x, rows, self.execution, experts))
         return rows.view(s.shape)
 
     def _joins(self, tensors: Sequence[Tensor], *, cached: bool, complete: bool = True) -> bool:
@@ -314,7 +320,7 @@ class Recorder:
         if not _in_graph((call.x, call.weight, call.bias)):
             return native(call.x)
         output, statistics = switchable_convolution(call, native, self.switch)
-        self._convolved[call.module] = ConvolutionUse(call.x, output, statistics)
+        self._convolved[call.module] = (call.x, output, statistics)
         return output
 
     def on_delta(self, call: DeltaCall, native: NativeDelta) -> Tensor:
@@ -329,7 +335,7 @@ class Recorder:
         output, statistics = switchable_delta_rule(call, native, self.switch)
         if convolution is not None:
             self.attentions.append(
-                DeltaUse(call.module, convolution, call.value, output, statistics, self.execution)
+                DeltaUse(call.module, *convolution, call.value, output, statistics, self.execution)
             )
         return output
 
@@ -362,8 +368,7 @@ def record(
         adapter: of the model.
         scope: what to capture.
         attention: route softmax attention and gated delta nets of all layers from the first scored
-            one on through the switchable backward. Self-only errors need it in the layers above the
-            scored ones too, because they pass through their attention on the way down.
+            one on through the switchable backward.
         sharding: of the weights.
     """
     weights = frozenset(p.dtype for p in adapter.model.parameters() if p.is_floating_point())
@@ -383,7 +388,7 @@ def record(
             stack.callback(block.register_forward_pre_hook(recorder.on_block).remove)
         for linear in scope.linears:
             if not isinstance(linear, ScoredExperts):
-                hook = partial(recorder.on_call, linear)
+                hook = partial(recorder.on_linear, linear)
                 stack.callback(linear.module.register_forward_hook(hook).remove)
         if recorder.tensors:
             mixtures = tuple(dict.fromkeys(module for module, _ in recorder.tensors))
@@ -393,6 +398,8 @@ def record(
         # would be no output to ask for errors at, and the second run would be recorded as another.
         stack.enter_context(adapter.pause_checkpointing(blocks[scope.first :]))
         if attention:
+            # Self-only errors need it in the layers above the scored ones too, because they pass
+            # through their attention on the way down.
             layers = range(scope.first, len(blocks))
             modules = [module for layer in layers for module in adapter.attention_modules(layer)]
             stack.enter_context(adapter.override_attention(modules, recorder.on_attention))
@@ -406,3 +413,79 @@ def record(
         finally:
             # The caller may hold the recorder for longer; its graph must not live on with it.
             recorder.clear()
+
+
+def graph_nodes(tensor: Tensor) -> Iterator[Any]:
+    """Nodes of the graph that ends in a tensor, each once."""
+    visited, waiting = set[Any](), [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            yield node
+            waiting += [above for above, _ in node.next_functions]
+
+
+def accumulate_errors(
+    recorder: Recorder, loss: Tensor, targets: Sequence[Tensor], mode: str
+) -> list[Tensor | None]:
+    """Errors d(loss)/d(target) under one backward mode; the graph and every .grad stay as is."""
+    # The graph is retained because it is not ours alone: other errors are taken through it, and a
+    # training step runs its own backward through it afterwards. Unused targets are no fault: the
+    # loss may not reach an expert to which no token was sent.
+    with recorder.switch.to(mode), recorder.repeatable():
+        return list(torch.autograd.grad(loss, list(targets), retain_graph=True, allow_unused=True))
+
+
+def stream_errors(
+    recorder: Recorder,
+    loss: Tensor,
+    mode: str,
+    consume: Callable[[int, Tensor], None],
+    also: Sequence[Tensor] = (),
+) -> tuple[list[Tensor | None], bool]:
+    """Hand over the error of every linear use inside the backward, and keep none of them.
+
+    The errors are those of ``accumulate_errors``, which holds all of them at once: as much memory
+    as the activations of the scored layers.
+
+    Args:
+        recorder: one recorded forward.
+        loss: scalar of that forward; its graph, and every .grad, stay as they are.
+        mode: of the attention backward.
+        consume: gets (index in ``recorder.linears``, error); a use without a path gives nothing.
+        also: tensors whose errors are returned.
+
+    Returns:
+        The errors at ``also``, and whether the loss reached anything that was recorded.
+    """
+    consumed: set[int] = set()
+
+    def hand_over(index: int, error: Tensor | None) -> None:
+        if error is not None:  # a node runs with no error where a backward above gave none
+            consumed.add(index)
+            consume(index, error)
+
+    uses = recorder.linears
+    # Autograd is asked only for the errors of the lowest recorded block, and hooks receive those of
+    # all later uses as the backward passes them. Executions are numbered in forward order, so the
+    # backward reaches the lowest number last.
+    lowest = min((use.execution for use in uses), default=0)
+    ends = [use.s for use in uses if use.execution == lowest]
+    # The lowest block's uses have hooks too, so that every error is consumed in one way. Of what
+    # autograd returns, only the errors at ``also`` are used.
+    hooks = [use.s.register_hook(partial(hand_over, i)) for i, use in enumerate(uses)]
+    try:
+        errors = accumulate_errors(recorder, loss, [*ends, *also], mode)
+    finally:
+        # Before anything else: the training step's backward through this graph must not fire them.
+        for hook in hooks:
+            hook.remove()
+    # Autograd visits only nodes that lead to what it was asked for, so a hook does not fire where
+    # no path leads down to the lowest block: one with a detached input lies between, say.
+    missed = [i for i in range(len(uses)) if i not in consumed]
+    late = accumulate_errors(recorder, loss, [uses[i].s for i in missed], mode) if missed else []
+    for index, error in zip(missed, late, strict=True):
+        hand_over(index, error)
+    others = errors[len(ends) :]
+    return others, bool(consumed) or any(error is not None for error in others)

@@ -45,10 +45,8 @@ _RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 _PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 _LOCK = threading.Lock()  # held while contexts are entered and left, never during a forward
 _RUNNING = threading.local()  # the overridden layers that this thread is in, innermost last
-
-
+# One override that is active; compared by identity, as one may be entered twice.
 _Entered = tuple[ConvolutionOverride, DeltaOverride]
-"""One override that is active; compared by identity, as one may be entered twice."""
 _ACTIVE: dict[nn.Module, tuple[_Entered, ...]] = {}
 
 
@@ -196,12 +194,9 @@ def _step(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """One call of the rule through the layer's overrides; they see (b, h, t, d), as all the core.
-
-    The last state, which a cache keeps, is the one of the kernel.
-    """
+    # Overrides see (b, h, t, d), as all the core.
     _refuse_packed(module, kwargs)
-    last: list[Any] = [None]
+    last: list[Any] = [None]  # the kernel's last state, which a cache keeps
     options = {
         "initial_state": initial_state,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
@@ -215,16 +210,8 @@ def _step(
         return transposed
 
     q, k, v, decay, strength = (x.transpose(1, 2) for x in (query, key, value, g, beta))
-    call = DeltaCall(
-        module,
-        q,
-        k,
-        v,
-        decay,
-        strength,
-        normalised=use_qk_l2norm_in_kernel,
-        cached=initial_state is not None,
-    )
+    cached, normalised = initial_state is not None, use_qk_l2norm_in_kernel
+    call = DeltaCall(module, q, k, v, decay, strength, normalised=normalised, cached=cached)
     run: NativeDelta = native
     for _, rule in _ACTIVE.get(module, ()):
         run = partial(_through, rule, call, ("query", "key", "value", "decay", "beta"), run)

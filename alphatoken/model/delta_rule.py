@@ -1,4 +1,4 @@
-"""The gated delta rule with a switchable backward, and its coefficients on values.
+"""Gated delta nets: the rule and the convolution before it, with a switchable backward.
 
 Letters: b batch, t and k positions (t <= k), g key head, h value head, d key width, v value width,
 n chunk, i and j places in a chunk. Value head h reads the query and the key of head ``h // r``.
@@ -23,23 +23,38 @@ with ``w = D_k e_k``, ``s = q_k . k_k`` and ``p = v_k . e_k - k_k . w``,
 
 All is computed a chunk at a time, as the models compute the rule itself: within a chunk by
 triangular products, between chunks by the state. No T x T matrix is kept.
+
+*Convolution*: what the rule reads comes from a short causal convolution. Each channel c has taps w
+of its own, the last of which lies on the position itself, and an activation f follows:
+
+    y_t = f(z_t),    z_t = sum_w taps_w x_{t - W + 1 + w} + bias
+
+*Self-only*: the last tap alone, ``dx_t = taps_{W-1} f'(z_t) dy_t``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alphatoken.model.protocol import DeltaCall, NativeDelta
+from alphatoken.model.protocol import ConvolutionCall, DeltaCall, NativeConvolution, NativeDelta
 from alphatoken.model.switch import BackwardSwitch, around
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["DeltaStatistics", "Span", "self_terms", "switchable_delta_rule"]
+__all__ = [
+    "ConvolutionStatistics",
+    "DeltaStatistics",
+    "DeltaUse",
+    "self_terms",
+    "switchable_convolution",
+    "switchable_delta_rule",
+]
 
 _CHUNK = 64  # positions, as in the models' own chunked rule
 _EPSILON = 1e-6  # under the root of a length, as in transformers and in the fla package
@@ -280,3 +295,122 @@ def switchable_delta_rule(
     statistics = DeltaStatistics(call)
     inputs = (call.query, call.key, call.value, call.decay, call.beta)
     return around(native, inputs, switch, lambda e, *_: self_terms(statistics, e)), statistics
+
+
+class ConvolutionStatistics:
+    """Input and taps of one call, without a graph; computed with in float32 or wider."""
+
+    def __init__(self, call: ConvolutionCall) -> None:
+        self.x, self.activation = call.x.detach(), call.activation
+        self.dtype = wide(self.x.dtype, call.weight.dtype)
+        # Copies: where weights are sharded, the storage is freed when the module is left.
+        self.taps = call.weight.detach().to(self.dtype, copy=True)
+        self.bias = None if call.bias is None else call.bias.detach().to(self.dtype, copy=True)
+
+    @property
+    def width(self) -> int:
+        """The number of taps."""
+        return self.taps.shape[-1]
+
+    @full_precision
+    def slope(self) -> Float[Tensor, "b c t"]:
+        """f'(z) at every position."""
+        channels, width = self.taps.shape
+        x = F.pad(self.x.to(self.dtype), (width - 1, 0))
+        with torch.no_grad():
+            z = F.conv1d(x, self.taps.unsqueeze(1), self.bias, groups=channels)
+        if self.activation is None:
+            return torch.ones_like(z)
+        with torch.enable_grad():
+            z.requires_grad_()
+            (slope,) = torch.autograd.grad(self.activation(z).sum(), z)
+        return slope
+
+    @full_precision
+    def own(self, error: Float[Tensor, "b c t"]) -> tuple[Float[Tensor, "b c t"]]:
+        """The error at the input of the same position: ``taps_{W-1} f'(z_t) dy_t``."""
+        own = self.taps[:, -1:] * self.slope() * error.to(self.dtype)
+        return (own.to(self.x.dtype),)
+
+    @full_precision
+    def gathered(self, errors: Sequence[Tensor]) -> Float[Tensor, "b c t"]:
+        """``sum_j taps_{W-1-j} f'(z_{t+j}) E^j_{t+j}``: an error for each way through the taps.
+
+        Args:
+            errors: E^j (b, c, t) at the outputs, for the tap that lies j positions back. With one
+                error for all it is the ordinary backward.
+        """
+        slope = self.slope()
+        result = torch.zeros_like(slope)
+        length = slope.shape[-1]
+        for back, error in enumerate(errors[:length]):
+            moved = self.taps[:, -1 - back, None] * slope * error.to(self.dtype)
+            result[..., : length - back] += moved[..., back:]
+        return result
+
+
+def switchable_convolution(
+    call: ConvolutionCall, native: NativeConvolution, switch: BackwardSwitch
+) -> tuple[Tensor, ConvolutionStatistics]:
+    """Run the model's own convolution inside a graph whose backward obeys ``switch``.
+
+    As ``attention.switchable_attention``: the outputs (b, c, t), and the call's statistics.
+
+    Exactness: self mode is the last tap, exactly. Oracle: ``alphatoken.oracle.influence`` and
+    ``alphatoken.oracle.delta_net.held_taps``.
+    """
+    statistics = ConvolutionStatistics(call)
+    return around(native, (call.x,), switch, lambda error, *_: statistics.own(error)), statistics
+
+
+@dataclass(frozen=True)
+class DeltaUse:
+    """One call of a gated delta rule, and the convolution in front of it.
+
+    As ``AttentionUse``, which it stands beside in ``Recorder.attentions``. ``value`` are the
+    rule's values, made of ``y`` by the model; Value-Propagation goes on from ``x``, the output of
+    the value projection. All but the statistics are in the graph.
+
+    Attributes:
+        x: input (b, c, t) of the convolution.
+        y: its output.
+        taps: its statistics.
+    """
+
+    module: nn.Module
+    x: Tensor
+    y: Tensor
+    taps: ConvolutionStatistics
+    value: Tensor
+    output: Tensor
+    statistics: DeltaStatistics
+    execution: int
+    dropout: ClassVar[float] = 0.0
+
+    def propagated(
+        self, error: Tensor, window: int | None, *, head_mean: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Value-Propagation of errors at ``output``: the convolution's input, and the error there.
+
+        With A_kp the coefficient of the value at p in the rule's output at k, and the tap of the
+        convolution that lies j positions back,
+
+            e~_t = sum_{k in (t, t+W]} sum_j taps_j f'(z_{t+j}) A_{k,t+j} e_k,
+
+        the derivative of all o_k . e_k by the value projection's output at t, queries, keys and
+        gates held. With ``head_mean`` A is averaged over the value heads.
+
+        Exactness: exact for the value rows of the last decoder layer with W = T. Oracle:
+        ``alphatoken.oracle.delta_net.propagated``.
+        """
+        # The value at p = t + j counts from k = p on, but never k = t, and up to k = t + W.
+        spans: list[Span] = [
+            (int(j == 0), None if window is None else window - j) for j in range(self.taps.width)
+        ]
+        parts = self.statistics.carried(error, spans, mean=head_mean)
+        # Autograd brings each part from the values to their channels of the convolution's output.
+        placed = [
+            torch.autograd.grad(self.value, self.y, part.to(self.value.dtype), retain_graph=True)[0]
+            for part in parts
+        ]
+        return self.x, self.taps.gathered(placed).to(self.x.dtype)

@@ -3,9 +3,9 @@
 There is one for attention and one for mixtures of experts. A registry has one function a name for
 the whole process, while any number of models may be observed at a time, in any order and from
 several threads. So the entry is replaced once, by a ``Dispatch`` that knows which modules are
-overridden and by what. Each override adds itself and
-takes only itself away, and the last to leave puts back what was there. Had each override replaced
-the entry by itself, one that leaves early would have taken a later one's entry away.
+overridden and by what. Each override adds itself and takes only itself away, and the last to leave
+puts back what was there. Had each override replaced the entry by itself, one that leaves early
+would have taken a later one's entry away.
 
 An entry that somebody else puts on top of ours meanwhile stays where it is. As long as it calls
 the one that it found there, which is ours, the overrides go on working.
@@ -36,16 +36,11 @@ from alphatoken.model.protocol import AttentionCall, AttentionOverride, NativeAt
 
 __all__ = ["Dispatch", "ExpertsDispatch", "dispatched", "is_understood"]
 
-Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 _MISSING: Any = object()  # stands for "no entry": None could be an entry
 _LOCK = threading.Lock()  # held while contexts are entered and left, never during a forward
-
-
+# One override that is active, and the thread that entered it. Compared by identity, since one
+# override may be entered by two contexts, which leave one by one.
 _Entered = tuple[Any, int]
-"""One override that is active, and the thread that entered it.
-
-Compared by identity, since one override may be entered by two contexts, which leave one by one.
-"""
 
 
 class Dispatch:
@@ -58,16 +53,18 @@ class Dispatch:
         self.name, self.before = name, before
         self.active: dict[nn.Module, tuple[_Entered, ...]] = {}
 
-    def kernel_of(self, module: nn.Module) -> Kernel:
+    def kernel_of(self, module: nn.Module) -> Callable[..., Any]:
         """The kernel that would run without this entry."""
-        if self.before is not _MISSING:
-            return self.before  # type: ignore[no-any-return]
-        # Nobody had put an entry into this instance of the registry: transformers then takes its
-        # library-wide one, and for "eager", which has none, the function of the model's own file.
+        kernel: Callable[..., Any] = self.before
+        return self.own_kernel(module) if kernel is _MISSING else kernel
+
+    def own_kernel(self, module: nn.Module) -> Callable[..., Any]:
+        """The kernel where nobody has put an entry into this instance of the registry."""
+        # transformers then takes its library-wide one, and for "eager", which has none, the
+        # function of the model's own file.
         if self.name == "eager":
             return _eager_function(module)
-        library: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._global_mapping
-        kernel: Kernel = library[self.name]
+        kernel: Callable[..., Any] = self.registry._global_mapping[self.name]
         return kernel
 
     def __call__(
@@ -83,7 +80,8 @@ class Dispatch:
         kernel, entered = self.kernel_of(module), self.active.get(module, ())
         # Models that nobody observes run through this entry too, and must not notice it.
         if not entered:
-            return kernel(module, query, key, value, *args, **kwargs)
+            plain: tuple[Tensor, Tensor | None] = kernel(module, query, key, value, *args, **kwargs)
+            return plain
         call, native, weights = _translated(kernel, module, (query, key, value), args, kwargs)
         run = native
         for override, _ in entered:  # the last one entered is outermost, as contexts nest
@@ -99,10 +97,8 @@ class ExpertsDispatch(Dispatch):
     registry = ALL_EXPERTS_FUNCTIONS
     what = "mixtures of experts"
 
-    def kernel_of(self, module: nn.Module) -> Callable[..., Any]:
-        """The kernel that would run without this entry."""
-        if self.before is not _MISSING:
-            return self.before  # type: ignore[no-any-return]
+    def own_kernel(self, module: nn.Module) -> Callable[..., Any]:
+        """The library's function of the name, or the forward of the mixture's class."""
         own = _own_experts(module)
         kernel: Callable[..., Any] = self.registry._global_mapping.get(self.name, own)
         return kernel
@@ -112,7 +108,9 @@ class ExpertsDispatch(Dispatch):
         entered = self.active.get(module, ())
         # Without a graph no backward comes, and the model's own kernel is faster. It has no forward
         # mode.
-        if not entered or not (torch.is_grad_enabled() or _moves(module, *args, *kwargs.values())):
+        if not entered or not (
+            torch.is_grad_enabled() or _has_tangent(module, *args, *kwargs.values())
+        ):
             return self.kernel_of(module)(module, *args, **kwargs)
         if getattr(module, "_is_expert_parallel", False):
             raise UnsupportedError(
@@ -128,8 +126,8 @@ class ExpertsDispatch(Dispatch):
         return routed_experts(module, hidden, experts, weights, listeners)
 
 
-def _moves(module: nn.Module, *tensors: Any) -> bool:
-    """True if the mixture has a tangent, in its tensors or in what it is called with."""
+def _has_tangent(module: nn.Module, *tensors: Any) -> bool:
+    """Whether a tensor of the mixture, or one that it is called with, has a tangent."""
     every = (*tensors, *module.parameters(recurse=False))
     floating = (t for t in every if isinstance(t, Tensor) and t.is_floating_point())
     return any(forward_ad.unpack_dual(t).tangent is not None for t in floating)
@@ -186,11 +184,9 @@ def dispatched(
 
 
 def is_understood(name: str) -> bool:
-    """True if calls of this attention implementation carry all that its weights depend on.
-
-    Those of ``sdpa`` and ``eager`` do, and those that transformers sends to a kernel of the
-    flash-attn packages or of the hub. Others may encode the mask elsewhere.
-    """
+    """True if calls of this attention implementation carry all that its weights depend on."""
+    # Those of ``sdpa`` and ``eager`` do, and those that transformers sends to a kernel of the
+    # flash-attn packages or of the hub. Others may encode the mask elsewhere.
     function = _entry(name, Dispatch)
     while isinstance(function, Dispatch):
         function = function.before
@@ -241,7 +237,7 @@ def _require_own_thread(name: str, modules: Sequence[nn.Module], kind: type[Disp
         )
 
 
-def _eager_function(module: nn.Module) -> Kernel:
+def _eager_function(module: nn.Module) -> Callable[..., Any]:
     # Each modeling file has a function of this name, and the models of the family look it up there.
     # A subclass in the user's own file inherits from a class whose file has it.
     for cls in type(module).__mro__:
@@ -265,16 +261,15 @@ def _through(
 
 
 def _translated(
-    kernel: Kernel,
+    kernel: Callable[..., Any],
     module: nn.Module,
     tensors: tuple[Tensor, Tensor, Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[AttentionCall, NativeAttention, list[Tensor | None]]:
-    """One call of the registry's interface, translated for overrides.
+    """The call in the canonical layout, the kernel with all other arguments bound, and a list.
 
-    Returns the call in the canonical layout, the kernel with all other arguments bound, and a list
-    in which the kernel's attention weights appear after it has run (eager kernels return them).
+    The kernel's attention weights appear in it after it has run (eager kernels return them).
     """
     # Models pass the mask by position or by name, and kernels differ in what they name; binding to
     # the kernel's own signature gives each argument the name under which the kernel reads it.
@@ -329,12 +324,10 @@ def _translated(
 
 
 def _documents(module: nn.Module, named: Mapping[str, Any], query: Tensor) -> Tensor | None:
-    """(b, t) sequence of each position, -1 for padding, as transformers' flash wrapper reads it.
-
-    It takes the first of these that there is: the mask of real tokens, each row then being one
-    sequence; bounds of sequences in the flattened batch; positions that start again, in a batch of
-    one row. None: each row is one sequence.
-    """
+    """(b, t) sequence of each position, -1 for padding; None where each row is one sequence."""
+    # As transformers' flash wrapper does, the first of these that there is: the mask of real
+    # tokens, each row then being one sequence; bounds of sequences in the flattened batch;
+    # positions that start again, in a batch of one row.
     causal = named.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise UnsupportedError(

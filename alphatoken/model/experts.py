@@ -64,7 +64,7 @@ def routed_experts(
         listeners: see both products before anything follows from them.
 
     Exactness: the function that transformers' own kernels compute, up to rounding.
-    Oracle: the model's own forward, and ``alphatoken.oracle.experts``.
+    Oracle: the model's own forward, and ``alphatoken.oracle.influence``.
     """
     up = "gate_up_proj" if module.has_gate else "up_proj"
     act = module._apply_gate if module.has_gate else module.act_fn

@@ -38,13 +38,14 @@ __all__ = [
     "written_between",
 ]
 
+# Attributes of a module that no value depends on, or that are read apart: weights, hooks, and the
+# mode, since values are taken with dropout off.
 _PASSING = frozenset(
     (*vars(nn.Module()), "gradient_checkpointing", "_output_capturing_hooks_installed")
 )
-"""Attributes of a module that no value depends on, or that are read apart: weights, hooks, and
-the mode, since values are taken with dropout off."""
+# Where transformers' hooks are from that note hidden states and router logits for the outputs; it
+# puts them there inside the first forward that is asked for them.
 _READING = "transformers.utils.output_capturing"
-"""Where transformers' hooks are from that note hidden states and router logits for the outputs."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -82,9 +83,9 @@ def numbers_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
     return tuple(digests)
 
 
+# Words that are copied side by side, to start fewer kernels: a digest takes a dozen of them, and a
+# model has hundreds of weights.
 _JOINED, _JOINED_ON_CPU = 2**22, 2**15
-"""Words that are copied side by side, to start fewer kernels: a digest takes a dozen of them, and
-a model has hundreds of weights."""
 
 
 def _joined(words: Iterable[Tensor], most: int) -> Iterator[Tensor]:
@@ -108,10 +109,8 @@ _NONE: Written = MappingProxyType({})
 def settings_of(model: nn.Module, written: Written = _NONE) -> tuple[object, ...]:
     """Plain attributes of all modules, whatever they hold, and hooks of others than us.
 
-    Args:
-        model: whose.
-        written: places that are not read, of ``written_between``; of what a forward adds to, such
-            as a dict, the rest is.
+    The places of ``written_between`` in ``written`` are not read; of what a forward adds to, such
+    as a dict, the rest is.
     """
     modules = dict(model.named_modules())
     plain, tensors = _read(modules, written)
@@ -269,10 +268,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def foreign_hooks(module: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Kind and number of the hooks on a module that neither we put there nor outputs are read by.
-
-    transformers puts its own there inside the first forward that is asked for them.
-    """
+    """Kind and number of a module's hooks, but for ours and those that outputs are read by."""
     return tuple(
         (kind, key)
         for kind in _HOOKS
@@ -314,12 +310,10 @@ def _digest(words: Tensor) -> Tensor:
     return (total * _powers(words.device, len(total))).sum()
 
 
+# Words that are multiplied by factors of their own, and such rows that are added up before:
+# multiplying every word takes five times as long as adding them. A prime number of lanes, so that
+# rows of a weight that change places come to lie in other lanes.
 _LANES, _ROWS = 8191, 32
-"""Words that are multiplied by factors of their own, and such rows that are added up before.
-
-Multiplying every word takes five times as long as adding them. A prime number of lanes: rows of a
-weight that change places come to lie in other lanes.
-"""
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ def require_model_folder(name: str | Path) -> None:
     """Refuse a file or folder that holds no whole decoder; a name on the hub is not looked up.
 
     Raises:
-        ModelError: says what it holds instead, and what to do. UnsupportedError: a model with an
-            encoder.
+        ModelError: says what it holds instead, and what to do.
+        UnsupportedError: a model with an encoder.
     """
     folder = Path(name).expanduser()
     if folder.is_file():
@@ -107,7 +107,6 @@ def require_adapter_folder(name: str | Path) -> None:
 
 
 def _without_adapter(folder: Path) -> ModelError:
-    """What a folder without an adapter is."""
     got, newest = f"{folder}: {_listing(folder)}", _newest(folder, _ADAPTER)
     if newest:
         return ModelError(
@@ -172,10 +171,8 @@ def require_weights(report: Mapping[str, Any], name: str | Path) -> None:
         )
     if missing:
         other = f"; the file has {', '.join(unexpected[:2])}" if unexpected else ""
-        got = (
-            f"{name}: {len(missing)} that config.json asks for, such as {', '.join(missing[:3])}"
-            + other
-        )
+        few = ", ".join(missing[:3])
+        got = f"{name}: {len(missing)} that config.json asks for, such as {few}{other}"
         if all("head" in key or key.startswith("embed_out") for key in missing):
             raise ModelError(
                 "the model has no output head in its files",
@@ -203,7 +200,6 @@ def require_weights(report: Mapping[str, Any], name: str | Path) -> None:
 
 
 def _without_config(folder: Path) -> ModelError:
-    """What a folder without a configuration is."""
     newest = _newest(folder, _CONFIG) or _newest(folder, _ADAPTER)
     if newest:
         return ModelError(
@@ -239,7 +235,6 @@ def _without_config(folder: Path) -> ModelError:
 
 
 def _require_kind(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse models that are made for another task than the next token."""
     architecture = str((config.get("architectures") or [""])[0])
     if re.search(_OTHER_TASKS, architecture):
         raise ModelError(
@@ -259,7 +254,7 @@ def _of_gguf(path: Path) -> str:
 
 
 def _sharded(folder: Path) -> ModelError | None:
-    """Refusal of a checkpoint that is spread over the processes that wrote it; None of others."""
+    """Refusal of a checkpoint that is spread over the processes that wrote it."""
     if (folder / "zero_to_fp32.py").is_file() or (folder / "latest").is_file():
         return ModelError(
             "the weights are in a checkpoint of DeepSpeed, spread over its processes",
@@ -288,12 +283,10 @@ def _newest(folder: Path, file: str) -> Path | None:
 
 
 def _listing(folder: Path) -> str:
-    """What lies in a folder, for messages."""
     return first_few(sorted(path.name for path in folder.iterdir()), _NAMED) or "nothing in it"
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Content of a JSON file of a folder."""
     _refuse_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -321,9 +314,8 @@ def _require_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
             if gone:
                 raise ModelError(
                     "shards of the weights are missing",
-                    got=f"{folder}: no {first_few(gone, _NAMED)}; "
-                    f"{len(files) - len(gone)} of {len(files)} are "
-                    "there",
+                    got=f"{folder}: no {first_few(gone, _NAMED)}; {len(files) - len(gone)} of "
+                    f"{len(files)} are there",
                     remedy="copy or download them too",
                 )
             break
@@ -336,12 +328,11 @@ def _require_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
     for file in files:
         _refuse_pointer(folder / file)
         if file.endswith(".safetensors"):
-            tensors |= _whole(folder / file)
+            tensors |= _dtypes_of(folder / file)
     return tensors
 
 
 def _without_weights(folder: Path, names: Sequence[str]) -> ModelError:
-    """What a folder with a configuration and without weights is."""
     sharded = _sharded(folder)
     if sharded is not None:
         return sharded
@@ -365,12 +356,8 @@ def _refuse_pointer(path: Path) -> None:
             )
 
 
-def _whole(path: Path) -> dict[str, str]:
-    """Dtype of each tensor in a safetensors file.
-
-    Raises:
-        ModelError: it is cut short, or none.
-    """
+def _dtypes_of(path: Path) -> dict[str, str]:
+    """Dtype of each tensor in a safetensors file, which is refused unless it is whole."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -396,10 +383,8 @@ def _whole(path: Path) -> dict[str, str]:
 
 
 def _require_quantised(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
-    """Refuse plain weights under the configuration of a quantisation.
-
-    On a machine that could run them, transformers would look for other tensors than there are.
-    """
+    """Refuse plain weights under the configuration of a quantisation."""
+    # On a machine that could run them, transformers would look for other tensors than there are.
     method = str((config.get("quantization_config") or {}).get("quant_method", ""))
     mark = _QUANTISED.get(method)
     if mark is None or not tensors:

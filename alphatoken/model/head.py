@@ -61,23 +61,19 @@ class _Predictions:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of sums: float32 or wider."""
         return wide(self.hidden.dtype, self.weight.dtype)
 
     def chosen(self, picked: Tensor | slice) -> _Predictions:
-        """Some of the predictions."""
         rows = None if self.rows is None else self.rows[picked]
         hidden, targets = self.hidden[picked], self.targets[picked]
         return _Predictions(hidden, self.weight, self.bias, targets, self.logits, rows)
 
     def in_rows(self) -> Iterator[tuple[slice, _Predictions]]:
-        """Blocks of predictions, by rows."""
         for start in range(0, len(self.targets), _ROWS):
             block = slice(start, start + _ROWS)
             yield block, self.chosen(block)
 
     def columns(self) -> Iterator[slice]:
-        """Blocks of the vocabulary."""
         vocabulary = len(self.weight)
         size = max(1, _WORKSPACE // max(1, len(self.targets)))
         for start in range(0, vocabulary, size):
@@ -110,8 +106,8 @@ def head_losses(
     *,
     logits: Float[Tensor, "m v"] | None = None,
     rows: Int[Tensor, " n"] | None = None,
-) -> Float[Tensor, " n"]:
-    """``-log softmax(W h_p + b)[y_p]`` for each prediction.
+) -> tuple[Float[Tensor, " n"], Float[Tensor, "n d"] | None]:
+    """``-log softmax(W h_p + b)[y_p]`` for each prediction, and its error at ``h_p``.
 
     Args:
         hidden: inputs of the head at the predicting positions, attached to their graph.
@@ -122,7 +118,8 @@ def head_losses(
         rows: with ``logits``, the row of each prediction in them.
 
     Returns:
-        (n,) losses in float32 or wider, differentiable once in reverse mode, and in forward mode.
+        (n,) losses in float32 or wider, differentiable once in reverse mode, and in forward mode;
+        and the errors ``e_p`` if ``hidden`` has a graph.
 
     Work in products of n V d multiply-adds: one for the losses (none with ``logits``), one for the
     errors ``e_p`` where ``hidden`` has a graph; a backward to ``hidden`` takes none. A backward to
@@ -131,18 +128,6 @@ def head_losses(
 
     Exactness: exact up to rounding. Oracle: ``alphatoken.oracle.gradients.token_losses``.
     """
-    return _losses_and_errors(hidden, weight, bias, targets, logits, rows)[0]
-
-
-def _losses_and_errors(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    logits: Tensor | None,
-    rows: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Losses of ``head_losses``, and the errors (n, d) if ``hidden`` has a graph."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # as autocast does before each product
         narrow = torch.get_autocast_dtype(device)
@@ -213,7 +198,7 @@ class _OnlineSoftmax:
 def _folded(
     predictions: _Predictions, *, with_errors: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log-sum-exp (n,), logit of the target (n,), and errors (n, d), of blocks of predictions."""
+    # log-sum-exp (n,), logit of the target (n,), and errors (n, d).
     parts = [_fold_rows(block, with_errors=with_errors) for _, block in predictions.in_rows()]
     if not parts:
         empty = predictions.hidden.new_zeros(0, dtype=predictions.dtype)
@@ -316,7 +301,7 @@ def _dual_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: T
     tangents: list[Tensor] = []
     losses: list[Tensor] = []
     for block, predictions in _Predictions(h, w, b, targets).in_rows():
-        part = _Tangents(dh if dh is None else dh[block], dw, db)
+        part = (dh if dh is None else dh[block], dw, db)
         lse, chosen, slope = _fold_dual(predictions, part)
         losses.append(lse - chosen)
         tangents.append(slope)
@@ -326,22 +311,21 @@ def _dual_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: T
     return dual
 
 
-@dataclass(frozen=True)
-class _Tangents:
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+_Tangents = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of the hidden states, of the weight and of the bias."""
 
-    def block(self, predictions: _Predictions, columns: slice) -> Tensor:
-        """``dz = dh W^T + h dW^T + db`` in these columns, wide."""
-        dz = predictions.hidden.new_zeros(len(predictions.targets), columns.stop - columns.start)
-        if self.hidden is not None:
-            dz = torch.addmm(dz, self.hidden, predictions.weight[columns].mT)
-        if self.weight is not None:
-            dz = torch.addmm(dz, predictions.hidden, self.weight[columns].mT)
-        if self.bias is not None:
-            dz = dz + self.bias[columns]
-        return dz.to(predictions.dtype)
+
+def _logit_tangents(predictions: _Predictions, tangents: _Tangents, columns: slice) -> Tensor:
+    """``dz = dh W^T + h dW^T + db`` in these columns, wide."""
+    dh, dw, db = tangents
+    dz = predictions.hidden.new_zeros(len(predictions.targets), columns.stop - columns.start)
+    if dh is not None:
+        dz = torch.addmm(dz, dh, predictions.weight[columns].mT)
+    if dw is not None:
+        dz = torch.addmm(dz, predictions.hidden, dw[columns].mT)
+    if db is not None:
+        dz = dz + db[columns]
+    return dz.to(predictions.dtype)
 
 
 def _fold_dual(predictions: _Predictions, tangents: _Tangents) -> tuple[Tensor, Tensor, Tensor]:
@@ -349,7 +333,7 @@ def _fold_dual(predictions: _Predictions, tangents: _Tangents) -> tuple[Tensor, 
     softmax = _OnlineSoftmax(predictions)
     mean, chosen_slope = (torch.zeros_like(softmax.total) for _ in range(2))
     for columns, (rows, places), shrink, z in softmax.blocks():
-        dz = tangents.block(predictions, columns)
+        dz = _logit_tangents(predictions, tangents, columns)
         chosen_slope[rows] = dz[rows, places]
         # A logit of -inf has probability 0, and a tangent that may be NaN.
         mean.mul_(shrink).add_(torch.where(z == 0, 0.0, z * dz).sum(-1))
@@ -389,17 +373,12 @@ def output_head(adapter: DecoderAdapter) -> nn.Linear | None:
 
 @dataclass(frozen=True)
 class _CachedLosses:
-    """Losses that were taken of one call of the head, its input there, and the errors below it.
-
-    ``hidden`` and ``errors`` are (n, d); ``logits`` those of all positions, where they were formed.
-    """
-
     positions: Tensor
     targets: Tensor
-    hidden: Tensor
-    logits: Tensor | None
+    hidden: Tensor  # (n, d), the input of the head
+    logits: Tensor | None  # of all positions, where they were formed
     losses: Tensor
-    errors: Tensor | None
+    errors: Tensor | None  # (n, d), below the head
 
 
 @dataclass
@@ -442,7 +421,7 @@ class HeadUse:
         weight = self.weight.to(hidden.dtype)
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         rows = None if logits is None else positions
-        losses, errors = _losses_and_errors(hidden, weight, bias, targets, logits, rows)
+        losses, errors = head_losses(hidden, weight, bias, targets, logits=logits, rows=rows)
         self._cached.append(
             _CachedLosses(positions, targets, hidden.detach(), logits, losses, errors)
         )
@@ -465,7 +444,7 @@ class HeadUse:
         has a tangent.
 
         Args:
-            hidden: (n, d) what the dual forward gives the head at these positions.
+            hidden: (n, d) input of the head at these positions in the dual forward.
             weight: of the head, there.
             bias: of the head, there.
             positions: of the predictions.
@@ -497,7 +476,7 @@ class HeadUse:
                 cached.hidden, self.weight.detach().to(dtype), own, targets, cached.logits, rows
             )
             for block, part in predictions.in_rows():
-                slope[block] += _fold_dual(part, _Tangents(None, dw, db))[2]
+                slope[block] += _fold_dual(part, (None, dw, db))[2]
         dual: Tensor = forward_ad.make_dual(cached.losses.detach(), slope)
         return dual
 
@@ -513,7 +492,6 @@ def rounding_tolerance(dtype: torch.dtype) -> float:
 
 
 def _same_up_to_rounding(again: Tensor, recorded: Tensor, dtype: torch.dtype) -> bool:
-    """True if rows of hidden states are equal within ``rounding_tolerance``, by their norms."""
     if again.shape != recorded.shape:
         return False
     sum_dtype = wide(again.dtype, recorded.dtype)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError, quoted
+from alphatoken.model.batch import embedding_rows
 from alphatoken.model.folder import (
     is_adapter,
     require_adapter_folder,
@@ -28,7 +29,6 @@ from alphatoken.model.folder import (
     require_weights,
 )
 from alphatoken.model.protocol import find_adapter
-from alphatoken.model.token_ids import embedding_rows
 from alphatoken.support.storage import read_json
 
 __all__ = [
@@ -139,11 +139,7 @@ class Limits:
 
 
 def find_limits(parts: ModelParts, **options: Any) -> Limits:
-    """Find a model's limits before it is loaded.
-
-    Args:
-        parts: of the model.
-        **options: of ``from_pretrained``.
+    """Find a model's limits before it is loaded; ``options`` are those of ``from_pretrained``.
 
     Raises:
         ModelError: the configuration is missing or unreadable.
@@ -207,7 +203,6 @@ class _WholeWeights:
         self._kind = kind
 
     def from_pretrained(self, name: str, **options: Any) -> nn.Module:
-        """The model; see ``require_weights``."""
         # Sizes that differ are refused below, by name.
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with unsaid("transformers.modeling_utils", "LOAD REPORT"):
@@ -218,11 +213,9 @@ class _WholeWeights:
 
 
 def _decoder_class(name: str | Path, **options: Any) -> _WholeWeights:
-    """The class that a model's configuration names, by the rule of TRL's trainers.
-
-    A vision-language model is loaded whole; its text part is valued and trained. A bare
-    decoder gets its head; where the head is not tied to the embedding, its weights are missing.
-    """
+    """The class that a model's configuration names, by the rule of TRL's trainers."""
+    # A vision-language model is loaded whole; its text part is valued and trained. A bare decoder
+    # gets its head; where that is not tied to the embedding, its weights are missing.
     import transformers
 
     require_model_folder(name)
@@ -270,12 +263,8 @@ def load_causal_model(
 def load_for_training(name: str, **options: Any) -> nn.Module:
     """The model that TRL's trainers load under a name, with the adapter whose folder it is.
 
-    Args:
-        name: folder, or name on the hub.
-        **options: of TRL's ``create_model_from_path``: those of ``from_pretrained``.
-
-    Raises:
-        ModelError, ConfigError: as of :func:`load_causal_model` and :func:`find_parts`.
+    ``options`` are those of ``from_pretrained``; errors are raised as by :func:`load_causal_model`
+    and :func:`find_parts`.
     """
     from trl.trainer.utils import create_model_from_path
 
@@ -291,11 +280,6 @@ def load_for_training(name: str, **options: Any) -> nn.Module:
 
 
 def _with_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
-    """The model under an adapter, trainable, of which every weight has its place.
-
-    Raises:
-        ModelError: weights of the adapter are missing, or belong to modules that are not there.
-    """
     from peft import PeftModel
 
     def load(path: str) -> Any:
@@ -323,11 +307,8 @@ def _with_adapter(model: nn.Module, adapter: str | Path) -> nn.Module:
 
 
 def _with_rows_of(model: Any, adapter: str | Path) -> Any:
-    """The base with as many rows of its embedding as the adapter holds, if it holds them.
-
-    An adapter that was trained with added tokens holds the whole embedding and the whole head
-    (PEFT saves both, also where they are tied) and can be loaded into a base of that size only.
-    """
+    # An adapter that was trained with added tokens holds the whole embedding and the whole head
+    # (PEFT saves both, also where they are tied) and can be loaded into a base of that size only.
     from peft.utils import load_peft_weights
 
     parts = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
@@ -366,11 +347,10 @@ def load_tokenizer(name: str | Path, **options: Any) -> Any:
 
 
 def rows_tokenizer(args: Any, tokenizer: Any) -> Any:
-    """The tokenizer with the template, tokens and end token that TRL will give it.
+    """A tokenizer with the template, tokens and end token that TRL will give it.
 
-    Args:
-        args: configuration of a trainer, of which ``eos_token`` and ``chat_template_path`` count.
-        tokenizer: of the model, which stays as it is.
+    ``args``, the configuration of a trainer, names them by ``eos_token`` and
+    ``chat_template_path``. The ``tokenizer`` stays as it is.
     """
     end, path = getattr(args, "eos_token", None), getattr(args, "chat_template_path", None)
     if end is None and path is None:
@@ -401,16 +381,10 @@ def model_name(model: nn.Module | None) -> str:
 
 
 def load_or_refuse(what: str, name: str | Path, load: Any, **options: Any) -> Any:
-    """Result of ``load`` for a name, or one error that says what failed to load from where.
-
-    Args:
-        what: is loaded, for the error.
-        name: folder, or name on the hub.
-        load: a class with ``from_pretrained``, or a function of the name.
-        **options: of ``from_pretrained``.
+    """Result of ``load``, a class with ``from_pretrained`` or a function of the name.
 
     Raises:
-        ModelError: whatever the library raised.
+        ModelError: whatever the library raised, with ``what`` failed to load from where.
     """
     text = str(name)
     there = Path(text).expanduser().exists()

@@ -29,16 +29,10 @@ _SAME_NUMBERS = ("ToCopy", "Alias", "Clone", "View", "UnsafeView", "ReshapeAlias
 
 
 def register_source(scores: Tensor, source: Tensor) -> Tensor:
-    """Note that these scores follow from ``source`` alone, as losses do from logits.
+    """Note that ``scores`` follow from ``source`` alone, as losses do from logits; returns them.
 
-    Holds until either tensor is written to in place: their versions are noted too.
-
-    Args:
-        scores: computed from ``source`` and nothing else, in any shape.
-        source: scores that the model returned, or that were registered themselves.
-
-    Returns:
-        ``scores``.
+    ``source`` are scores that the model returned, or that were registered themselves. The note
+    holds until either tensor is written to in place: their versions are kept too.
     """
     _SOURCES[scores] = source, scores._version, source._version
     return scores
@@ -106,32 +100,26 @@ class _Output:
 class ObservedForward:
     """Arguments and output of one call of the model, and where its scored part began.
 
-    ``hidden`` is the (detached) input of the first scored layer, ``products`` the dtype of matrix
-    products there, which under autocast is not that of ``hidden``. ``plain`` says that the blocks
-    below pass on a bare tensor, so that ``partial_forward.start_at`` can stand in for them.
-    ``blocks`` counts the decoder blocks run from there on, ``attended`` holds the numbers of those
-    whose attention came to the recorder, ``cached`` says that some of it read keys of a cache.
-    ``model`` is None where decoder blocks ran outside a call of the model.
+    "There" is the first scored layer, whose input ``hidden`` is.
     """
 
-    model: nn.Module | None = None
+    model: nn.Module | None = None  # None: decoder blocks ran outside a call of the model
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    hidden: Tensor | None = None
-    products: torch.dtype | None = None
-    plain: bool = False
-    blocks: int = 0
-    attended: set[int] = field(default_factory=set)
-    cached: bool = False
+    hidden: Tensor | None = None  # detached
+    products: torch.dtype | None = None  # of matrix products there; under autocast not ``hidden``'s
+    plain: bool = False  # the blocks below pass on a bare tensor, as ``forward.start_at`` does
+    blocks: int = 0  # decoder blocks run from there on
+    attended: set[int] = field(default_factory=set)  # those whose attention came to the recorder
+    cached: bool = False  # some of it read keys of a cache
     returned: bool = False
     _outputs: list[_Output] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Note the version of each tensor among the arguments."""
         self._versions = [(t, t._version) for t in _tensors((self.args, self.kwargs))]
 
     def __deepcopy__(self, memo: Any) -> ObservedForward:
-        """Return an empty one: a copy of the model, hooks and all, has not been called."""
+        # A copy of the model, hooks and all, has not been called.
         return ObservedForward()
 
     @property
@@ -190,10 +178,8 @@ class ObservedForward:
         return bool(digits) and torch.finfo(scores.dtype).eps > max(digits)
 
     def _follows(self, scores: Tensor) -> bool:
-        """True if nothing that the graph shows between an output and scores changes a number.
-
-        A write that autograd does not see shows in the version of what was written to.
-        """
+        """True if nothing that the graph shows between an output and scores changes a number."""
+        # A write that autograd does not see shows in the version of what was written to.
         if _base(scores)._version not in self._versions_of(scores):
             return False
         output = self._above(scores.grad_fn)

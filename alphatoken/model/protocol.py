@@ -7,8 +7,9 @@ module that defines the model's class and is imported only then.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -203,6 +204,9 @@ class DeltaNets(Protocol):
 class DecoderAdapter(Protocol):
     """The core's view of a decoder-only language model.
 
+    A subclass writes ``layers``, ``attention_modules`` and ``override_attention``; the other
+    methods have a default for a plain decoder, which is right where its docstring says so.
+
     An adapter of models with mixtures of experts may have three methods more, without which
     ``parameters="linears,experts"`` is refused, and forward mode meets the mixtures' own kernel:
 
@@ -216,27 +220,14 @@ class DecoderAdapter(Protocol):
 
     model: nn.Module
 
+    # --- what a subclass writes ------------------------------------------------------------------
+
     def layers(self) -> Sequence[nn.Module]:
         """The decoder blocks, first to last."""
         ...
 
-    def scored_linears(self, layers: Sequence[int]) -> list[ScoredLinear]:
-        """Trainable linears in attention and MLP of these layers, in forward order."""
-        ...
-
-    def uncovered(self, layers: Sequence[int]) -> dict[str, str]:
-        """Trainable matrices of these layers that no scored linear covers: name -> reason.
-
-        Such are 3-D expert tensors, routers and the factors of DoRA.
-        """
-        ...
-
     def attention_modules(self, layer: int) -> tuple[nn.Module, ...]:
         """The modules of this layer that make softmax-attention calls."""
-        ...
-
-    def other_mixers(self, layers: Sequence[int]) -> dict[str, str]:
-        """Modules of these layers that mix positions without softmax attention: name -> kind."""
         ...
 
     def override_attention(
@@ -245,21 +236,74 @@ class DecoderAdapter(Protocol):
         """Context in which every attention call of ``modules`` goes through ``override``."""
         ...
 
+    # --- the linears -----------------------------------------------------------------------------
+
+    def scored_linears(self, layers: Sequence[int]) -> list[ScoredLinear]:
+        """Trainable linears in attention and MLP of these layers, in forward order.
+
+        Default: every trainable ``nn.Linear`` of the blocks, in the order in which the model
+        registers them.
+        """
+        names = {module: name for name, module in self.model.named_modules()}
+        blocks = self.layers()
+        # A block or linear that is used at several depths counts once, at the first of them.
+        layer_of: dict[nn.Module, int] = {}
+        for layer in layers:
+            for module in blocks[layer].modules():
+                layer_of.setdefault(module, layer)
+        return [
+            ScoredLinear(names[module], module, layer)
+            for module, layer in layer_of.items()
+            if isinstance(module, nn.Linear) and module.weight.requires_grad
+        ]
+
+    def uncovered(self, layers: Sequence[int]) -> dict[str, str]:
+        """Trainable matrices of these layers that no scored linear covers: name -> reason.
+
+        Such are 3-D expert tensors, routers and the factors of DoRA. Default: every trainable
+        parameter with two or more dimensions that is no weight of a scored linear.
+        """
+        covered = {id(linear.weight) for linear in self.scored_linears(layers)}
+        blocks = self.layers()
+        inside = {id(p) for layer in layers for p in blocks[layer].parameters() if p.ndim > 1}
+        return {
+            name: "no scored linear has this weight"
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and id(parameter) in inside - covered
+        }
+
+    def other_mixers(self, layers: Sequence[int]) -> dict[str, str]:
+        """Modules of these layers that mix positions without softmax attention: name -> kind.
+
+        Default: none. One that is not named is found when the scorer proves that the self-only
+        backward is isolated.
+        """
+        return {}
+
+    # --- the forward -----------------------------------------------------------------------------
+
     def pause_checkpointing(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """Context in which these decoder blocks run without gradient checkpointing."""
-        ...
+        """Context in which these decoder blocks run without gradient checkpointing.
+
+        Default: they never checkpoint.
+        """
+        return nullcontext()
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
         """Logits (b, t, vocabulary) of one forward pass without a cache."""
-        ...
+        return self.logits_of(self.model(**self.arguments(inputs)))
 
     def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments that ``forward`` calls the model with (``inputs`` plus no cache)."""
-        ...
+        """Keyword arguments that ``forward`` calls the model with (``inputs`` plus no cache).
+
+        Default: the batch's own.
+        """
+        return dict(inputs)
 
     def logits_of(self, output: Any) -> Tensor:
-        """The logits in what the model's forward returned."""
-        ...
+        """The logits in what the model's forward returned; by default that is the logits."""
+        assert isinstance(output, Tensor)
+        return output
 
     def next_token_logits(
         self, input_ids: Tensor, attention_mask: Tensor, state: Any
@@ -267,21 +311,31 @@ class DecoderAdapter(Protocol):
         """Logits (b, vocabulary) after the last column, and a cache to pass with the next column.
 
         ``state`` is None at first. ``input_ids`` and ``attention_mask`` are always the whole
-        left-padded prefix; an adapter with a cache feeds the new column only.
+        left-padded prefix; an adapter with a cache feeds the new column only. Default: the whole
+        prefix each time.
         """
-        ...
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        return self.forward(inputs)[:, -1], None
 
     def max_positions(self) -> int | None:
-        """The longest sequence the model allows, or None if it has no limit."""
-        ...
+        """The longest sequence the model allows, or None (the default) if it has no limit."""
+        return None
 
     def end_tokens(self) -> tuple[int, ...]:
-        """Token ids that end a generated sequence."""
-        ...
+        """Token ids that end a generated sequence; by default none."""
+        return ()
 
     def identity(self) -> dict[str, str]:
-        """Facts that identify the architecture: class, depth, widths, vocabulary, as strings."""
-        ...
+        """Facts that identify the architecture, as strings; a cached Fisher must have the same.
+
+        Default: class, depth, and the shapes of all parameters.
+        """
+        shapes = {name: list(p.shape) for name, p in self.model.named_parameters()}
+        return {
+            "class": type(self.model).__qualname__,
+            "layers": str(len(self.layers())),
+            "shapes": json.dumps(shapes),
+        }
 
 
 _REGISTRY: dict[str, str] = {

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
-from alphatoken.model.layer_choice import layers_within
+from alphatoken.model.choice import PARAMETERS_REMEDY, ParameterChoice, layers_within
 from alphatoken.model.protocol import DecoderAdapter, DeltaNets, ScoredExperts, ScoredLinear
 
 __all__ = [
@@ -64,15 +66,32 @@ class Scope:
 
 
 def find_scope(
-    adapter: DecoderAdapter, layers: int | str | Sequence[int], *, experts: bool = False
+    adapter: DecoderAdapter,
+    layers: int | str | Sequence[int],
+    choice: ParameterChoice = ParameterChoice(),  # noqa: B008  (frozen)
 ) -> Scope:
-    """The scope of ``layers`` in the adapter's model; with ``experts`` their 3-D tensors too.
+    """The scored layers, what of them and of the model is chosen, where a graph must begin.
+
+    Where every parameter is chosen, all layers are scored, whatever ``layers`` says.
 
     Raises:
-        ConfigError: bad ``layers``, no trainable linear in them, or ``experts`` where none of
-            their 3-D tensors can be captured.
+        ConfigError: bad ``layers``, no trainable linear in them where linears are chosen, no
+            expert that can be captured where experts are, or a pattern that fits no trainable
+            parameter.
     """
-    chosen = resolve_layers(adapter, layers)
+    chosen = resolve_layers(adapter, "all" if choice.everything else layers)
+    if choice.linears:
+        scope = _scope_of_linears(adapter, chosen, experts=choice.experts)
+    else:
+        scope = Scope(chosen, (), first=len(adapter.layers()) - 1)
+    named = _named(adapter.model, choice)
+    first = lowest_use(adapter, named.values(), scope.first)
+    if used_outside(adapter, 0, named.values()):
+        first = 0
+    return replace(scope, first=first, named=named)
+
+
+def _scope_of_linears(adapter: DecoderAdapter, chosen: tuple[int, ...], *, experts: bool) -> Scope:
     linears = tuple(adapter.scored_linears(chosen))
     uncovered = adapter.uncovered(chosen)
     if experts:
@@ -98,6 +117,38 @@ def find_scope(
     # way down, and one that mixes positions would spoil the self-only backward.
     mixers = mixers_without_rule(adapter, range(first, len(adapter.layers())))
     return Scope(chosen, linears, uncovered, mixers, first)
+
+
+def _named(model: nn.Module, choice: ParameterChoice) -> dict[str, Tensor]:
+    """Parameters that a name chooses, by their first names, in the model's order."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if choice.everything:
+        return dict(trained)
+    first = {id(parameter): name for name, parameter in trained.items()}
+    every = model.named_parameters(remove_duplicate=False)
+    aliases = {name: first[id(p)] for name, p in every if id(p) in first}
+    chosen: set[str] = set()
+    for pattern in choice.patterns:
+        fitting = {first for name, first in aliases.items() if fnmatchcase(name, pattern)}
+        if not fitting:
+            raise _unmatched(pattern, list(aliases), model)
+        chosen |= fitting
+    return {name: parameter for name, parameter in trained.items() if name in chosen}
+
+
+def _unmatched(pattern: str, names: Sequence[str], model: nn.Module) -> ConfigError:
+    frozen = [
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and fnmatchcase(name, pattern)
+    ]
+    near = get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.3) or names[:3]
+    return ConfigError(
+        "a pattern fits no trainable parameter",
+        got=repr(pattern),
+        why=f"{frozen[0]} is frozen" if frozen else f"there are names such as {', '.join(near)}",
+        remedy="requires_grad_ it, or leave the pattern out" if frozen else PARAMETERS_REMEDY,
+    )
 
 
 def mixers_without_rule(adapter: DecoderAdapter, layers: Sequence[int]) -> dict[str, str]:

@@ -12,7 +12,6 @@ import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from alphatoken.errors import ModelError, UnsupportedError
 from alphatoken.model.delta_dispatch import is_delta_net, rerouted
 from alphatoken.model.dispatch import ExpertsDispatch, dispatched, is_understood
 from alphatoken.model.experts import PARAMETERS, ExpertsListener
-from alphatoken.model.modes import kept_frequencies
+from alphatoken.model.forward import kept_frequencies
 from alphatoken.model.protocol import (
     AttentionOverride,
     ConvolutionOverride,
@@ -48,45 +47,27 @@ _LOSS_KEYWORDS = frozenset(
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-@dataclass
-class _Paused:
-    """A block's own checkpointing flag (None: it has none), and the contexts that hold it off.
-
-    Contexts on one block may overlap and be left in any order. If each of them put back what it
-    had met, the first to leave could switch checkpointing on while another still records, and
-    the last could leave it off for good. So they are counted.
-    """
-
-    flag: bool | None
-    contexts: int = 0
-
-
-_PAUSED: dict[nn.Module, _Paused] = {}
+# Contexts that pause checkpointing on one block may overlap and be left in any order. If each of
+# them put back what it had met, the first to leave could switch checkpointing on while another
+# still records, and the last could leave it off for good. So they are counted.
+_PAUSED: dict[nn.Module, tuple[bool | None, int]] = {}
+"""A block's own flag (None: it has none), and how many contexts hold it off."""
 _PAUSING = threading.Lock()
 
 
 def _resume(module: nn.Module) -> None:
-    """Leave one context; the last one puts the flag back."""
-    paused = _PAUSED[module]
-    paused.contexts -= 1
-    if paused.contexts:
-        return
-    del _PAUSED[module]
-    if paused.flag is None:
+    flag, contexts = _PAUSED.pop(module)
+    if contexts > 1:
+        _PAUSED[module] = flag, contexts - 1
+    elif flag is None:
         del module.gradient_checkpointing
     else:
-        module.gradient_checkpointing = paused.flag  # type: ignore[assignment]
+        module.gradient_checkpointing = flag  # type: ignore[assignment]
 
 
 def _keep_differentiable(model: nn.Module) -> None:
-    """Have bitsandbytes leave 4-bit weights as they are, of which gradients can be taken.
-
-    On a CPU with bfloat16 instructions its first forward without gradients packs them for quicker
-    ones, and no gradient can be taken through the packed weights.
-
-    Raises:
-        ModelError: such a forward has been there before.
-    """
+    # On a CPU with bfloat16 instructions the first forward of bitsandbytes without gradients packs
+    # 4-bit weights for quicker ones, and no gradient can be taken through the packed weights.
     for name, module in model.named_modules():
         if getattr(module, "support_avx512bf16_for_cpu", False):
             module.support_avx512bf16_for_cpu = False
@@ -198,11 +179,8 @@ class TransformersAdapter:
         return list(linears.values())
 
     def _dora_modules(self, layers: Sequence[int]) -> set[nn.Module]:
-        """Linears of DoRA adapters, whose weights are used outside their own call.
-
-        DoRA divides by the norm of the adapted weight, which it computes from the factors A and B
-        directly. The inputs and errors of their calls do not explain that part of the gradient.
-        """
+        # DoRA divides by the norm of the adapted weight, which it computes from the factors A and B
+        # directly. The inputs and errors of their calls do not explain that part of the gradient.
         loose: set[nn.Module] = set()
         for layer in layers:
             for module in self._layers[layer].modules():
@@ -312,10 +290,9 @@ class TransformersAdapter:
         """Turn gradient checkpointing off on these blocks, and back to what it was."""
         with _PAUSING:
             for module in modules:
-                paused = _PAUSED.setdefault(
-                    module, _Paused(module.__dict__.get("gradient_checkpointing"))
-                )
-                paused.contexts += 1
+                own = (module.__dict__.get("gradient_checkpointing"), 0)
+                flag, contexts = _PAUSED.get(module, own)
+                _PAUSED[module] = flag, contexts + 1
                 # Set in the instance, so that other blocks of the class keep the class's default.
                 module.gradient_checkpointing = False  # type: ignore[assignment]
         try:

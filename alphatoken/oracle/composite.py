@@ -16,8 +16,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from alphatoken.errors import InputError, UnsupportedError
-from alphatoken.oracle.evaluate import batch_mask
-from alphatoken.oracle.gradients import Forward, gradient
+from alphatoken.oracle.gradients import (
+    Forward,
+    batch_mask,
+    gradient,
+    logits_of,
+)
 
 __all__ = [
     "Drift",
@@ -88,7 +92,7 @@ def losses_of(forward: Forward, batch: Mapping[str, Any]) -> tuple[Tensor, Tenso
     """
     places = batch_mask(batch).nonzero()
     with torch.enable_grad():
-        logits = forward({k: v for k, v in batch.items() if k != "labels"})
+        logits = logits_of(forward, batch)
         rows, tokens = places.unbind(1)
         # the logits at i - 1 predict token i
         predicted = logits[rows, tokens - 1]

@@ -33,7 +33,6 @@ from torch import Tensor
 __all__ = [
     "AttentionSpec",
     "AttentionState",
-    "CrossPositionJacobian",
     "attend",
     "cross_position_jacobian",
     "jacobian_by_autograd",
@@ -126,19 +125,6 @@ class AttentionState:
     slope: Float[Tensor, "h t t"]
     alpha: Float[Tensor, "h t t"]
     output: Float[Tensor, "h t v"]
-
-
-@dataclass(frozen=True)
-class CrossPositionJacobian:
-    """The two paths of J[h, k, t], each (h, k, t, v, m), zero at t = k."""
-
-    value_path: Float[Tensor, "h t t v m"]
-    score_path: Float[Tensor, "h t t v m"]
-
-    @property
-    def total(self) -> Float[Tensor, "h t t v m"]:
-        """J: value path + score path."""
-        return self.value_path + self.score_path
 
 
 def rotary_matrix(
@@ -354,8 +340,10 @@ def _pairs(spec: AttentionSpec, length: int) -> Iterator[tuple[int, int, int, in
                     yield h, spec.group_of(h), k, t
 
 
-def cross_position_jacobian(spec: AttentionSpec, x: Float[Tensor, "t m"]) -> CrossPositionJacobian:
-    """J[h, k, t] in closed form, its value and its score path apart.
+def cross_position_jacobian(
+    spec: AttentionSpec, x: Float[Tensor, "t m"]
+) -> tuple[Float[Tensor, "h t t v m"], Float[Tensor, "h t t v m"]]:
+    """The two paths of J[h, k, t] in closed form: value path, score path; J is their sum.
 
     Formula: ``alpha W_V`` and ``c f alpha (v_t - o_k) (x) (B_t^T q_k)``.
 
@@ -380,7 +368,7 @@ def cross_position_jacobian(spec: AttentionSpec, x: Float[Tensor, "t m"]) -> Cro
         score_path[h, k, t] = factor * torch.outer(
             state.value[g, t] - state.output[h, k], keys[g, t].T @ state.query[h, k]
         )
-    return CrossPositionJacobian(value_path, score_path)
+    return value_path, score_path
 
 
 def _pair_norms(

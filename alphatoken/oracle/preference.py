@@ -18,14 +18,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError
-from alphatoken.oracle.evaluate import batch_mask, undisturbed
 from alphatoken.oracle.gradients import (
     IGNORED,
     Batch,
     Forward,
+    batch_mask,
     gradient,
     known_labels,
+    logits_of,
     token_losses,
+    undisturbed,
 )
 
 __all__ = [
@@ -208,11 +210,7 @@ def preference_objective(
 
 def _both(forward: Forward, pairs: PreferencePairs) -> tuple[Tensor, Tensor]:
     """Logits of the chosen and of the rejected branch, two forwards."""
-
-    def logits(batch: Batch) -> Tensor:
-        return forward({name: value for name, value in batch.items() if name != "labels"})
-
-    return logits(pairs.chosen), logits(pairs.rejected)
+    return logits_of(forward, pairs.chosen), logits_of(forward, pairs.rejected)
 
 
 def _errors(logits: Tensor, labels: Tensor, weight: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from alphatoken.oracle.gradients import (
 from alphatoken.oracle.influence import moved_outputs, recorded_uses, to_token_index
 
 __all__ = [
-    "Hop",
     "PropagationLayer",
     "equation_causal_decomp",
     "head_output_errors",
@@ -258,25 +257,13 @@ def via_t(
     return values
 
 
-@dataclass(frozen=True)
-class Hop:
-    """One attention call, its tensors taken from the graph of the forward pass.
-
-    key (b, g, t, d) and value (b, g, t, v) as the scores and the mix use them, output (b, h, t, v).
-    """
-
-    key: Tensor
-    value: Tensor
-    output: Tensor
-
-
 def one_hop(
     model: nn.Module,
     forward: Forward,
     batch: Batch,
     modules: Mapping[str, nn.Module],
     direction: Mapping[str, Tensor],
-    hops: Callable[[], Sequence[Hop]],
+    hops: Callable[[], Sequence[tuple[Tensor, Tensor, Tensor]]],
     *,
     transposed: Collection[str] = (),
 ) -> Float[Tensor, "b t t"]:
@@ -293,7 +280,9 @@ def one_hop(
         batch: with ``labels``.
         modules: the scored linears by name.
         direction: parameter name -> M, as in ``exact_influence``.
-        hops: called after the forward pass; one :class:`Hop` per attention call of the model.
+        hops: called after the forward pass; of each attention call of the model (key, value,
+            output) in its graph: (b, g, t, d) and (b, g, t, v) as the scores and the mix use them,
+            (b, h, t, v).
         transposed: see ``exact_influence``.
 
     Returns:
@@ -310,20 +299,18 @@ def one_hop(
     uses_s = [use.s for use in uses]
     for (b, i), loss in losses.items():
         k = i - 1
-        for hop in hops():
+        for key, value, output in hops():
             # d l_k / d o_j; only j = k, so that this layer is the one hop
-            (error,) = torch.autograd.grad(loss, hop.output, retain_graph=True)
+            (error,) = torch.autograd.grad(loss, output, retain_graph=True)
             at_k = torch.zeros_like(error)
             at_k[b, :, k] = error[b, :, k]
             # (gk, gv) at every t: (d o_k / d k_t)^T e_k and (d o_k / d v_t)^T e_k
-            to_key, to_value = torch.autograd.grad(
-                hop.output, (hop.key, hop.value), at_k, retain_graph=True
-            )
+            to_key, to_value = torch.autograd.grad(output, (key, value), at_k, retain_graph=True)
             # t < k: what stays at k is no hop
             for t in range(k):
                 # gk . k_t + gv . v_t, with gk and gv constant
-                reached = torch.sum(to_key[b, :, t] * hop.key[b, :, t])
-                reached = reached + torch.sum(to_value[b, :, t] * hop.value[b, :, t])
+                reached = torch.sum(to_key[b, :, t] * key[b, :, t])
+                reached = reached + torch.sum(to_value[b, :, t] * value[b, :, t])
                 # uses at t alone are read below: no second change of position is counted
                 deltas = torch.autograd.grad(reached, uses_s, retain_graph=True, allow_unused=True)
                 for delta, mx in zip(deltas, moved, strict=True):

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 
 from alphatoken.errors import InputError
 from alphatoken.oracle import delta_net
-from alphatoken.oracle.scope import Linear, Mixture, ScoredModel
+from alphatoken.oracle.scope import Linear, ScoredModel, expert_tensors
 
 __all__ = [
     "AttentionUse",
     "Call",
     "DeltaUse",
-    "Parts",
     "Trace",
     "contract",
     "propagated_errors",
@@ -150,24 +149,24 @@ class Trace:
         )
         return s.reshape(output.shape).clone()
 
-    def on_mixture(self, mixture: Mixture, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    def on_mixture(self, name: str, module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """Instead of a mixture of experts: every expert on every position, weighed by the router.
 
         ``y = sum_e w_e D_e(act(U_e x))``, the weight of an expert that was not chosen being zero:
         its errors there are zero as well.
         """
         hidden, chosen, weights = (*args, *kwargs.values())
-        module: Any = mixture.module
-        count = next(p.shape[0] for p in mixture.tensors().values())
+        linear = partial(self._expert, name, module)
+        count = next(p.shape[0] for p in expert_tensors(name, module).values())
         # w_e of every expert, 0 where it was not chosen
         router = weights.new_zeros(len(hidden), count).scatter_add(1, chosen, weights)
         output: Any = 0
         for expert in range(count):
             if module.has_gate:
-                inner = module._apply_gate(self._expert(mixture, "gate_up_proj", expert, hidden))
+                inner = module._apply_gate(linear("gate_up_proj", expert, hidden))
             else:
-                inner = module.act_fn(self._expert(mixture, "up_proj", expert, hidden))
-            outer = self._expert(mixture, "down_proj", expert, inner)
+                inner = module.act_fn(linear("up_proj", expert, hidden))
+            outer = linear("down_proj", expert, inner)
             if module.has_post_expert_norm:
                 outer = module.post_expert_norm(outer)
             # y = sum_e w_e D_e(act(U_e x))
@@ -175,16 +174,15 @@ class Trace:
         mixed: Tensor = output.to(hidden.dtype)
         return mixed
 
-    def _expert(self, mixture: Mixture, parameter: str, expert: int, x: Tensor) -> Tensor:
-        module: Any = mixture.module
+    def _expert(self, name: str, module: Any, parameter: str, expert: int, x: Tensor) -> Tensor:
         linear = Linear(
-            f"{mixture.name}.{parameter}", module, bool(module.is_transposed), parameter, expert
+            f"{name}.{parameter}", module, bool(module.is_transposed), parameter, expert
         )
         weight = getattr(module, parameter)[expert]
         s: Tensor = x @ (weight if linear.transposed else weight.mT)
         if module.has_bias:
             s = s + getattr(module, f"{parameter}_bias")[expert]
-        if linear.name not in mixture.tensors():  # it does not train
+        if linear.name not in expert_tensors(name, module):  # it does not train
             return s
         use = s.reshape(*self.shape, -1)
         at = x.detach().reshape(*self.shape, -1)
@@ -271,9 +269,9 @@ def traced(
             hook = partial(trace.on_linear, linear)
             handle = linear.module.register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
-        for mixture in scope.mixtures:
-            mixture.module.forward = partial(trace.on_mixture, mixture)
-            stack.callback(delattr, mixture.module, "forward")
+        for name, module in scope.mixtures.items():
+            module.forward = partial(trace.on_mixture, name, module)
+            stack.callback(delattr, module, "forward")
         if split is not None:
             assert override is not None
             stack.enter_context(override(partial(trace.on_attention, split)))
@@ -417,19 +415,6 @@ def _send(
             errors[n] = part if before is None else before + part
 
 
-@dataclass
-class Parts:
-    """Values by position of use (b, t) per linear map, and the sums of their absolute terms."""
-
-    value: dict[str, Tensor] = field(default_factory=dict)
-    scale: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, name: str, value: Tensor, scale: Tensor) -> None:
-        """Add one use to the parts."""
-        for mine, more in ((self.value, value), (self.scale, scale)):
-            mine[name] = mine[name] + more if name in mine else more
-
-
 def contract(
     trace: Trace,
     errors: Sequence[Tensor | None],
@@ -437,8 +422,8 @@ def contract(
     *,
     rows: Any = slice(None),
     spread: Sequence[Tensor] | None = None,
-) -> Parts:
-    """``sum_o delta_o (M x)_o`` of every use, by linear map, in float64.
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """``sum_o delta_o (M x)_o`` of every use, by linear map, in float64; and of |.| its terms.
 
     Args:
         trace: of the forward.
@@ -447,7 +432,7 @@ def contract(
         rows: index of (b, t); with it values and scales have the index's shape.
         spread: factors (b, t) on the absolute terms of each use.
     """
-    parts = Parts()
+    parts: dict[str, tuple[Tensor, Tensor]] = {}
     for n, (use, error) in enumerate(zip(trace.linears, errors, strict=True)):
         if error is None:
             continue
@@ -459,6 +444,10 @@ def contract(
         moved = use.x[rows].double() @ (matrix if linear.transposed else matrix.mT)
         # eq. app_ap_gdp: delta^T M x, summed over o below
         terms = error[rows].double() * moved
-        size = terms.abs().sum(-1)
-        parts.add(use.linear.name, terms.sum(-1), size if spread is None else size * spread[n])
+        value, size = terms.sum(-1), terms.abs().sum(-1)
+        if spread is not None:
+            size = size * spread[n]
+        if linear.name in parts:
+            value, size = parts[linear.name][0] + value, parts[linear.name][1] + size
+        parts[linear.name] = (value, size)
     return parts

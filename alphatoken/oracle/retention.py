@@ -6,7 +6,7 @@
 S are the parameters of the proxy, S^c all others that move. The cross term is not in the paper,
 whose bound (eq. app_proxy_bound) holds only if nothing outside S moves. L_ret is a per-sequence
 *sum* of token losses; matrices use operator norms and the flat layout of
-:mod:`alphatoken.oracle.evaluate`.
+:mod:`alphatoken.oracle.gradients`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from torch import Tensor, nn
 
 from alphatoken.errors import InputError, NumericalError
 from alphatoken.oracle.enumeration import enumerated_log_probabilities, expected_retention_loss
-from alphatoken.oracle.evaluate import (
+from alphatoken.oracle.gradients import (
+    Batch,
+    Forward,
     batch_losses,
     batch_mask,
     displaced,
     flatten,
+    gradient,
+    listed,
     undisturbed,
     unflatten,
 )
-from alphatoken.oracle.gradients import Batch, Forward, gradient
 
 __all__ = [
     "ProxyBound",
@@ -52,12 +55,12 @@ def retention_loss(forward: Forward, batches: Batch | Sequence[Batch]) -> Tensor
     Raises:
         InputError: no response token at all.
     """
-    listed = [batches] if isinstance(batches, Mapping) else list(batches)
-    count = sum(int(batch_mask(batch).any(dim=1).sum()) for batch in listed)
+    several = listed(batches)
+    count = sum(int(batch_mask(batch).any(dim=1).sum()) for batch in several)
     if count == 0:
         raise InputError("the retention data have no response token", got="all labels are -100")
     # (1 / N) sum_n sum_i l[n, i]
-    return torch.stack([batch_losses(forward, batch).sum() for batch in listed]).sum() / count
+    return torch.stack([batch_losses(forward, batch).sum() for batch in several]).sum() / count
 
 
 def retention_gradient(

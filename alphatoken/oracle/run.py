@@ -16,32 +16,54 @@ knows nothing of later steps.
 Formulas are written out, so that autograd can go through them; nothing here is an optimizer's own
 code. Slow: each step is run three times, and once by a double backward, which the attention must
 have (``attn_implementation="eager"`` of transformers).
+
+Walks are short runs on a copy of the model, by torch's own optimizers: nothing is moved in place,
+and a token's value is one loss less another.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from alphatoken.errors import InputError
-from alphatoken.oracle.evaluate import batch_losses, batch_mask, displaced, undisturbed
-from alphatoken.oracle.gradients import Batch, Forward, gradient, trainable
+from alphatoken.oracle.gradients import (
+    Batch,
+    Forward,
+    batch_losses,
+    batch_mask,
+    directed_parameters,
+    displaced,
+    gradient,
+    label_values,
+    listed,
+    run_losses,
+    trainable,
+    undisturbed,
+)
 from alphatoken.oracle.utility import AdamState, adam_direction
 
-__all__ = ["Run", "ledger_values", "run_end", "run_loss", "run_values"]
+__all__ = [
+    "Run",
+    "curvature_along",
+    "label_values_along",
+    "ledger_values",
+    "run_end",
+    "run_loss",
+    "run_values",
+    "walk_values",
+    "walked",
+]
 
 Tensors = Mapping[str, Tensor]
-
-
-def _listed(batches: Batch | Iterable[Batch]) -> list[Batch]:
-    """Batches as a list, of one or of several."""
-    return [batches] if isinstance(batches, Mapping) else list(batches)
 
 
 @dataclass(frozen=True)
@@ -91,7 +113,7 @@ class Run:
 
     def batches(self, number: int) -> list[Batch]:
         """The batches of a step."""
-        return _listed(self.steps[number])
+        return listed(self.steps[number])
 
     def after(self, number: int, state: _State, gradients: Tensors) -> _State:
         """Weights and moments after step ``number``; differentiable in all of them."""
@@ -140,7 +162,6 @@ class _State:
 
 @dataclass(frozen=True)
 class _Subject:
-    model: nn.Module
     forward: Forward
     run: Run
     parameters: Tensors
@@ -240,7 +261,7 @@ def run_end(
 
     Exactness: exact. Oracle: torch's own optimizers.
     """
-    subject = _Subject(model, forward, run, trainable(model))
+    subject = _Subject(forward, run, trainable(model))
     with undisturbed(model, subject.parameters):
         # theta_S(w), from F_(S-1) after .. after F_0
         *_, end = subject.states(subject.start(), 0, len(run.steps), weights)
@@ -256,7 +277,7 @@ def run_loss(
     """
     parameters = trainable(model)
     with undisturbed(model, parameters):
-        return _objective(forward, parameters, _listed(validation), end)[0]
+        return _objective(forward, parameters, listed(validation), end)[0]
 
 
 def run_values(
@@ -291,8 +312,8 @@ def run_values(
     Exactness: exact up to rounding. Source: ours, of the definition; MAGIC's metagradients are its
     large form. Oracle: central differences of ``run_loss`` in the weights.
     """
-    subject, count = _Subject(model, forward, run, trainable(model)), len(run.steps)
-    validation = _listed(validation)
+    subject, count = _Subject(forward, run, trainable(model)), len(run.steps)
+    validation = listed(validation)
     spacing = spacing or max(1, math.isqrt(count))
     values: list[list[Tensor]] = [[] for _ in run.steps]
     with undisturbed(model, subject.parameters):
@@ -325,11 +346,122 @@ def ledger_values(
     Exactness: exact up to rounding. Source: in-run data values; the derivative of the step is the
     optimizer's own ("full"). Oracle: the same, by ``label_values``.
     """
-    subject, values = _Subject(model, forward, run, trainable(model)), list[list[Tensor]]()
-    validation = _listed(validation)
+    subject, values = _Subject(forward, run, trainable(model)), list[list[Tensor]]()
+    validation = listed(validation)
     with undisturbed(model, subject.parameters):
         states = subject.states(subject.start(), 0, len(run.steps), None)
         for number, state in zip(range(len(run.steps)), states, strict=False):
             # (G(theta_s), 0, 0) in place of a_(s+1)
             values.append(subject.back(number, state, subject.adjoint(validation, state))[1])
     return values
+
+
+# --- walks ----------------------------------------------------------------------------------------
+
+ForwardOf = Callable[[nn.Module], Forward]
+"""Makes the forward of a model: batch without labels -> logits."""
+
+
+def walked(
+    model: nn.Module,
+    forward_of: ForwardOf,
+    batches: Sequence[Batch],
+    steps: int,
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+) -> nn.Module:
+    """Train a copy for some steps, each on the mean token loss of the next batch in turn.
+
+    Args:
+        model: where the walk starts; it stays as it is.
+        forward_of: of a model.
+        batches: validation batches.
+        steps: n.
+        optimizer: from parameters to what steps them.
+
+    Returns:
+        The copy, in evaluation mode.
+
+    Exactness: that of the optimizer. Source: ours. Oracle of ``alphatoken.estimate.walk``.
+    """
+    twin = copy.deepcopy(model).eval()
+    stepper = optimizer([p for p in twin.parameters() if p.requires_grad])
+    for step in range(steps):
+        batch = batches[step % len(batches)]
+        losses = run_losses(forward_of(twin), batch)
+        stepper.zero_grad()
+        # J of this batch: the mean token loss
+        torch.stack(list(losses.values())).mean().backward()
+        stepper.step()
+    return twin
+
+
+@torch.no_grad()
+def walk_values(
+    model: nn.Module, end: nn.Module, forward_of: ForwardOf, batch: Batch
+) -> Float[Tensor, "b t"]:
+    """``e_k = l_k(model) - l_k(end)``, index i for token i, 0 off the response.
+
+    Both models are in the mode that the caller put them in. Exactness: exact.
+    Source: Rho-1's excess loss. Oracle of ``Scorer.score`` with ``estimator="walk"``.
+    """
+    return batch_losses(forward_of(model), batch) - batch_losses(forward_of(end), batch)
+
+
+def _moved(model: nn.Module, end: nn.Module, share: float) -> nn.Module:
+    """A copy whose weights lie a share of the way from the one model to the other."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        triples = zip(twin.parameters(), model.parameters(), end.parameters(), strict=True)
+        for here, first, last in triples:
+            # theta + s D, D = theta_end - theta
+            here.copy_(first + share * (last - first))
+    return twin
+
+
+def _along(model: nn.Module, end: nn.Module) -> dict[str, Tensor]:
+    """-D by parameter: from the end back to the start."""
+    last = dict(end.named_parameters())
+    return {name: (p - last[name]).detach() for name, p in model.named_parameters()}
+
+
+def label_values_along(
+    model: nn.Module, end: nn.Module, forward_of: ForwardOf, batch: Batch, nodes: int = 12
+) -> Float[Tensor, "b t"]:
+    """``integral_0^1 <grad l_k(theta + s D), -D> ds`` by Gauss and Legendre's rule.
+
+    One backward a token and node. Exactness: of polynomials of degree ``2 nodes - 1`` in s.
+    """
+    back, values = _along(model, end), torch.zeros(batch["labels"].shape, dtype=torch.float64)
+    for position, weight in zip(*np.polynomial.legendre.leggauss(nodes), strict=True):
+        twin = _moved(model, end, float(position + 1) / 2)
+        # nodes and weights of [-1, 1] brought to [0, 1]: s = (z + 1) / 2, ds = dz / 2
+        values += float(weight) / 2 * label_values(twin, forward_of(twin), batch, back)
+    return values
+
+
+def curvature_along(
+    model: nn.Module, end: nn.Module, forward_of: ForwardOf, batch: Batch, share: float
+) -> Float[Tensor, "b t"]:
+    """``D' H_k(theta + share D) D`` of each token's loss: the derivative along D of <grad l_k, D>.
+
+    The forward goes through operators that autograd differentiates twice. Exactness: exact up to
+    the model's own arithmetic; the contraction is in float64.
+    """
+    twin, direction = _moved(model, end, share), _along(model, end)
+    parameters = directed_parameters(twin, direction)
+    along = [direction[name].to(parameter) for name, parameter in parameters.items()]
+    curvatures = torch.zeros(batch["labels"].shape, dtype=torch.float64)
+    for (b, i), loss in run_losses(forward_of(twin), batch).items():
+        first = torch.autograd.grad(
+            loss, list(parameters.values()), create_graph=True, materialize_grads=True
+        )
+        # <grad l_k, -D>
+        slope = torch.stack([(g * m).sum() for g, m in zip(first, along, strict=True)]).sum()
+        # d <grad l_k, -D> / d theta = -H_k D
+        second = torch.autograd.grad(
+            slope, list(parameters.values()), retain_graph=True, materialize_grads=True
+        )
+        for m, hm in zip(along, second, strict=True):
+            # (-D) . (-H_k D) = D^T H_k D: the two signs cancel
+            curvatures[b, i] += (m.double() * hm.double()).sum().cpu()
+    return curvatures

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ModelError
 
-__all__ = ["Linear", "Mixture", "ScoredModel", "bare_model", "decoder_blocks", "find_scored"]
+__all__ = ["Linear", "ScoredModel", "bare_model", "decoder_blocks", "expert_tensors", "find_scored"]
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,6 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """A mixture of experts whose trainable 3-D tensors are in scope."""
-
-    name: str
-    module: nn.Module
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The trainable ones by name."""
-        return {
-            f"{self.name}.{name}": p
-            for name, p in self.module.named_parameters(recurse=False)
-            if p.requires_grad and not name.endswith("_bias")
-        }
-
-
-@dataclass(frozen=True)
 class ScoredModel:
     """The scope of a valuation.
 
@@ -60,7 +44,7 @@ class ScoredModel:
         linears: trainable linear maps of the scored blocks, each module once.
         loose: their other trainable matrices, by name: experts, routers, DoRA's factors.
         parameters: name -> parameter that values are inner products over, a tied one once.
-        mixtures: the scored blocks' mixtures of experts, where they were chosen.
+        mixtures: the scored blocks' mixtures of experts by name, where they were chosen.
     """
 
     model: nn.Module
@@ -69,7 +53,7 @@ class ScoredModel:
     linears: tuple[Linear, ...]
     loose: dict[str, Tensor]
     parameters: dict[str, Tensor]
-    mixtures: tuple[Mixture, ...] = ()
+    mixtures: dict[str, nn.Module]
 
 
 def bare_model(model: nn.Module) -> nn.Module:
@@ -159,13 +143,12 @@ def find_scored(
             }
     named: dict[str, Tensor]
     parts = [part.strip() for part in parameters.split(",")]
-    mixtures = tuple(
-        Mixture(names[module], module)
-        for module in dict.fromkeys(m for index in chosen for m in every[index].modules())
+    mixtures = {
+        names[module]: module
+        for module in (m for index in chosen for m in every[index].modules())
         if "experts" in parts and _is_mixture(module)
-    )
-    for mixture in mixtures:
-        others = {n: p for n, p in others.items() if n.rpartition(".")[0] != mixture.name}
+    }
+    others = {n: p for n, p in others.items() if n.rpartition(".")[0] not in mixtures}
     by_name = {
         name: p
         for name, p in model.named_parameters(remove_duplicate=False)
@@ -177,8 +160,8 @@ def find_scored(
         named = {}
     else:
         named = {f"{linear.name}.weight": _weight(linear.module) for linear in linears.values()}
-        for mixture in mixtures:
-            named |= mixture.tensors()
+        for name, module in mixtures.items():
+            named |= expert_tensors(name, module)
         named |= others if loose else {}
     named |= by_name
     # a tied parameter is one variable: <grad l, M> counts it once, under its first name
@@ -187,6 +170,15 @@ def find_scored(
         once.setdefault(id(parameter), name)
     kept = {name: named[name] for name in once.values()}
     return ScoredModel(model, every, chosen, tuple(linears.values()), others, kept, mixtures)
+
+
+def expert_tensors(name: str, module: nn.Module) -> dict[str, Tensor]:
+    """The trainable 3-D tensors of a mixture of experts by name, without its biases."""
+    return {
+        f"{name}.{own}": p
+        for own, p in module.named_parameters(recurse=False)
+        if p.requires_grad and not own.endswith("_bias")
+    }
 
 
 def _is_mixture(module: nn.Module) -> bool:

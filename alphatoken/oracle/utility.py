@@ -25,13 +25,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, InputError
-from alphatoken.oracle.evaluate import (
+from alphatoken.oracle.gradients import (
+    Batch,
+    Forward,
     batch_losses,
     batch_mask,
     displaced,
+    gradient,
     undisturbed,
 )
-from alphatoken.oracle.gradients import Batch, Forward, gradient
 
 __all__ = [
     "AdamState",

@@ -1,14 +1,21 @@
 """Inputs of the values: read and checked once, saved in the output folder, loaded anywhere.
 
+What :func:`alphatoken.data.split_pools` does to a list is done row by row here (:class:`Corpus`):
+what becomes of a row depends on itself and on the held-out keys, so that any process can start at
+any row.
+
 OUT/run.json                 settings; the same at a resumed run
 OUT/job/job.json             where the rows are, which of them are held out
 """
 
 from __future__ import annotations
 
+import json
+import random
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +23,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer
-from alphatoken.data import EncodeReport, Example, Row, batches, encode_rows, leak_keys
-from alphatoken.data.source import find_source, source_of
-from alphatoken.errors import ConfigError
-from alphatoken.score.kept_rows import require_json
+from alphatoken.data import (
+    EncodeOptions,
+    EncodeReport,
+    Example,
+    batches,
+    encode_rows,
+    leak_keys,
+)
+from alphatoken.data.encode import survey_of
+from alphatoken.data.rows import UNLEARNED, Fields, Row, row_of
+from alphatoken.data.source import RowSource, each_row, find_source, source_of
+from alphatoken.data.split import check_draw, none_left, repeated_in
+from alphatoken.data.survey import Survey
+from alphatoken.errors import ConfigError, DataError
 from alphatoken.score.options import ScoreOptions
 from alphatoken.score.queries import encode_queries, query_rows, read_as
-from alphatoken.score.rows import Corpus, CorpusSurvey, draw_rows, encode_some
 from alphatoken.support.progress import Tracker
 from alphatoken.support.resume import (
     changed_settings,
@@ -35,7 +51,13 @@ from alphatoken.support.resume import (
 from alphatoken.support.storage import write_json
 
 __all__ = [
+    "OUTCOMES",
+    "Corpus",
+    "CorpusRow",
+    "CorpusSurvey",
     "Job",
+    "draw_rows",
+    "encode_some",
     "examples_digest",
     "load_job",
     "on_device",
@@ -44,11 +66,200 @@ __all__ = [
     "save_job",
 ]
 
-_FILES = 1024
-"""Files that the rows are spread over where nothing else is asked for."""
+OUTCOMES = (
+    "drawn_validation",
+    "removed_same_as_validation",
+    "removed_same_as_fisher",
+    "bad_rows",
+    "train",
+    "without_response",
+)
+"""Outcome of a row; only "train" is valued."""
 
-_LEAST = 64
-"""Rows of a file, at least, where nothing else is asked for."""
+
+@dataclass(frozen=True)
+class CorpusRow:
+    """One row of a source, and what becomes of it.
+
+    Attributes:
+        index: its number in the source.
+        place: how a person finds it.
+        outcome: one of :data:`OUTCOMES`.
+        reason: what is wrong with a bad row, and where.
+        example: its tokens, where it is valued.
+        encoded: what was cut or dropped, where it could be written as tokens.
+    """
+
+    index: int
+    place: str
+    outcome: str
+    reason: str = ""
+    example: Example | None = None
+    encoded: EncodeReport | None = None
+
+
+@dataclass(frozen=True)
+class CorpusSurvey:
+    """Outcomes of all rows of a source.
+
+    Attributes:
+        counts: of rows, by what becomes of them.
+        encoded: sums up those that became tokens.
+        bad: index, place and reason of each row that cannot be read or written as tokens.
+    """
+
+    counts: dict[str, int]
+    encoded: EncodeReport
+    bad: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Rows of a source, less those that must not be valued, as tokens.
+
+    Attributes:
+        source: all rows.
+        fields: which columns are read.
+        tokenizer: of the model.
+        how: rows become tokens, and which of them stop the run.
+        drawn: rows that are validation rows themselves.
+        validation: ``leak_keys`` of the validation rows.
+        fisher: those of the rows that the Fisher was fitted on.
+        leak_key: rows repeat each other by their "prompt", or by the "conversation" only.
+    """
+
+    source: RowSource
+    fields: Fields
+    tokenizer: Any
+    how: EncodeOptions = field(default_factory=EncodeOptions)
+    drawn: frozenset[int] = frozenset()
+    validation: frozenset[str] = frozenset()
+    fisher: frozenset[str] = frozenset()
+    leak_key: str = "prompt"
+
+    def rows(
+        self, start: int = 0, stop: int | None = None, survey: Survey | None = None
+    ) -> Iterator[CorpusRow]:
+        """Outcome of each row; ``survey`` counts how rows were read, and those left out.
+
+        Raises:
+            DataError: a row that is to stop the run, by ``how``.
+        """
+        survey = survey or self.source.survey()
+        make = partial(row_of, fields=self.fields, survey=survey)
+        records = self.source.read(start, stop)
+        for record, row in each_row(records, make, self.how.on_bad_rows):
+            if isinstance(row, DataError):
+                survey.leave_out(row.what, record.place)
+                yield CorpusRow(record.index, record.place, "bad_rows", str(row))
+            else:
+                yield self._outcome(row, survey)
+
+    def row(self, index: int) -> Row | DataError:
+        """One row, also of those that are drawn, or what is wrong with it."""
+        records = self.source.read(index, index + 1)
+        ((_, row),) = each_row(records, partial(row_of, fields=self.fields), "skip")
+        return row
+
+    def _outcome(self, row: Row, survey: Survey) -> CorpusRow:
+        if row.index in self.drawn:
+            return CorpusRow(row.index, row.place, "drawn_validation")
+        pools = {"validation": self.validation, "fisher": self.fisher}
+        if (pool := repeated_in(row, pools, self.leak_key)) is not None:
+            return CorpusRow(row.index, row.place, f"removed_same_as_{pool}")
+        examples, report = encode_rows([row], self.tokenizer, self.how, survey)
+        if report.skipped_bad:
+            reason = report.first_skipped[0].removeprefix(f"{row.place}: ")
+            return CorpusRow(row.index, row.place, "bad_rows", reason)
+        if examples:
+            return CorpusRow(row.index, row.place, "train", "", examples[0], report)
+        return CorpusRow(row.index, row.place, "without_response", encoded=report)
+
+    def survey(self, report: Callable[[int], None] = lambda _: None) -> CorpusSurvey:
+        """Go through all rows once, before any work; one line says what was read and left out.
+
+        Args:
+            report: is told how many rows were read, now and then.
+
+        Raises:
+            DataError: as of :meth:`rows`; or no row is left.
+        """
+        outcomes, encoded, bad = Counter[str](), EncodeReport(), list[dict[str, Any]]()
+        survey = self.source.survey()
+        for number, row in enumerate(self.rows(survey=survey)):
+            outcomes[row.outcome] += 1
+            if row.outcome == "bad_rows":
+                bad.append({"index": row.index, "place": row.place, "reason": row.reason})
+            if row.encoded is not None:
+                encoded.add(row.encoded)
+            if number % 256 == 0:
+                report(number)
+        report(self.source.rows)  # so that what was read has a line of its own
+        survey.log()
+        always = OUTCOMES[: OUTCOMES.index("train") + 1]
+        shown = [name for name in OUTCOMES if outcomes[name] or name in always]
+        counts = {"rows": self.source.rows, **{name: outcomes[name] for name in shown}}
+        if not outcomes["train"]:
+            raise none_left(counts, marked=UNLEARNED in survey.left)
+        return CorpusSurvey(counts, encoded, bad)
+
+
+def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:
+    """Draw so many rows of the corpus, without replacement, among those that can be read.
+
+    The draw is that of ``split_pools`` where no row is bad.
+
+    Raises:
+        ConfigError: they cannot be drawn, or none would remain.
+        DataError: a row that cannot be read, where such rows stop the run.
+    """
+    total = corpus.source.rows
+    check_draw(count, total, "validation rows")
+    draw = random.Random(seed)
+    chosen, bad = set(draw.sample(range(total), count)), set[int]()
+    rows: dict[int, Row] = {}
+    while left := sorted(chosen - rows.keys()):
+        for index in left:
+            row = corpus.row(index)
+            if isinstance(row, Row):
+                rows[index] = row
+                continue
+            if corpus.how.on_bad_rows == "error":
+                corpus.survey()  # stops at the first bad row of the file, not of the draw
+            # A bad row is passed over: another one is drawn in its place.
+            bad.add(index)
+            check_draw(count, total - len(bad), "validation rows")
+            chosen.remove(index)
+            while len(chosen) < count:
+                other = draw.randrange(total)
+                if other not in bad:
+                    chosen.add(other)
+    return [rows[index] for index in sorted(rows)]
+
+
+def encode_some(
+    rows: Sequence[Row], tokenizer: Any, how: EncodeOptions, what: str
+) -> tuple[list[Example], EncodeReport]:
+    """Rows to examples, of which there must be some.
+
+    Raises:
+        DataError: none is left; the message says of ``what``.
+    """
+    survey = survey_of(rows)
+    examples, report = encode_rows(rows, tokenizer, how, survey)
+    if survey.notes:
+        survey.log()
+    if not examples:
+        raise DataError(
+            f"no {what} row is left",
+            got="; ".join([f"{len(rows)} rows", *survey.left_out()]),
+            remedy="look at --response_column, --max_length, --on_empty and --on_bad_rows, or give "
+            "other rows",
+        )
+    return examples, report
+
+
+# --- a job ----------------------------------------------------------------------------------------
 
 
 def examples_digest(examples: Iterable[Example]) -> str:
@@ -172,30 +383,59 @@ def prepare_job(options: ScoreOptions) -> Job:
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
-    if options.estimator == "walk" and options.fisher_file is not None:
+    _check_walk(options)
+    corpus, validation, fisher = prepare_rows(options)
+    reading = Tracker("Reading rows", corpus.source.rows, not options.quiet)
+    survey = corpus.survey(reading.report)
+    survey.counts["validation"] = len(validation)
+    if options.rows in ("mean", "sum"):
+        _require_json(corpus.source)
+    job = _job(options, corpus, validation, fisher, survey)
+    for query in job.validation if options.query and not options.quiet else ():
+        print(read_as(query), file=sys.stderr)
+    return job
+
+
+def _check_walk(options: ScoreOptions) -> None:
+    """Refuse what has no meaning along a walk, and a second model that nothing else reads."""
+    if options.estimator != "walk":
+        if options.reference is not None:
+            raise ConfigError(
+                "--reference is read by --estimator walk alone",
+                got=f"--estimator {options.estimator}",
+                why="the others are inner products with a direction of the model itself",
+                remedy="--estimator walk, or --validation_file in its place",
+            )
+        return
+    if options.fisher_file is not None:
         raise ConfigError(
             "a walk has no stability side",
             got=f"--fisher_file {options.fisher_file}, --estimator walk",
             why="it is steps on the validation rows, and the Fisher would take no part",
             remedy="leave --fisher_file out, or --estimator label",
         )
-    if options.estimator == "walk" and len(options.query) > 1:
+    if len(options.query) > 1:
         raise ConfigError(
             "a walk leads to one query",
             got=f"{len(options.query)} of --query, --estimator walk",
             why="its steps are on all of them together, and its values have no part of each",
             remedy="one --query, or --estimator label",
         )
-    corpus, validation, fisher = prepare_rows(options)
-    reading = Tracker("Reading rows", corpus.source.rows, not options.quiet)
-    survey = corpus.survey(reading.report)
-    survey.counts["validation"] = len(validation)
-    if options.rows in ("mean", "sum"):
-        require_json(corpus.source)
-    job = _job(options, corpus, validation, fisher, survey)
-    for query in job.validation if options.query and not options.quiet else ():
-        print(read_as(query), file=sys.stderr)
-    return job
+
+
+def _require_json(source: RowSource) -> None:
+    """Check before the work that every record that can be read can be written as JSON."""
+    for row in source.read():
+        if isinstance(row.record, DataError):
+            continue
+        try:
+            json.dumps(row.record)
+        except TypeError as error:
+            raise DataError(
+                "a row cannot be written as JSON",
+                got=f"{row.place}: {error}",
+                remedy="turn dates, decimals and bytes into text first",
+            ) from None
 
 
 def prepare_rows(options: ScoreOptions) -> tuple[Corpus, list[Row], FisherDrift | None]:
@@ -206,7 +446,7 @@ def prepare_rows(options: ScoreOptions) -> tuple[Corpus, list[Row], FisherDrift 
     """
     corpus, fisher = _corpus(options, find_source(options.train_file).limited(options.train_limit))
     if options.reference is not None:
-        _check_reference(options)
+        _check_vocabulary(options, options.reference)
     validation, drawn = _validation_rows(options), frozenset[int]()
     if not (options.reference or options.query or options.validation_file):
         validation = draw_rows(corpus, options.validation_rows or 0, options.seed)
@@ -217,7 +457,6 @@ def prepare_rows(options: ScoreOptions) -> tuple[Corpus, list[Row], FisherDrift 
 
 
 def _corpus(options: ScoreOptions, source: Any) -> tuple[Corpus, FisherDrift | None]:
-    """All rows, of which nothing is held out yet, and the Fisher that some may be of."""
     tokenizer, file = options.tokenizer(), options.fisher_file
     fisher = None if file is None else FisherDrift.load(file)
     corpus = Corpus(
@@ -232,12 +471,10 @@ def _corpus(options: ScoreOptions, source: Any) -> tuple[Corpus, FisherDrift | N
 
 
 def _validation_rows(options: ScoreOptions) -> list[Row]:
-    """The queries; or rows of the validation file, by the named columns where a row has them.
-
-    None where they are drawn from the training rows, or a second model stands in their place.
-    """
     if options.validation_file is not None:
+        # Held-out rows may have another form: a named column is read where a row has it.
         return options.read_rows(options.validation_file, optional=True)
+    # None where they are drawn from the training rows, or a second model stands in their place.
     return query_rows(options.query, options.fields)
 
 
@@ -258,23 +495,13 @@ def _job(
     return Job(options, corpus, validation, encoded, fisher, model, survey, reference)
 
 
-def _check_reference(options: ScoreOptions) -> None:
-    """Check that both models read the same tokens, and that something reads the second one."""
-    if options.estimator != "walk":
-        raise ConfigError(
-            "--reference is read by --estimator walk alone",
-            got=f"--estimator {options.estimator}",
-            why="the others are inner products with a direction of the model itself",
-            remedy="--estimator walk, or --validation_file in its place",
-        )
-    assert options.reference is not None
-    both = options, options.other(options.reference)
-    own, other = (one.tokenizer().get_vocab() for one in both)
+def _check_vocabulary(options: ScoreOptions, reference: str) -> None:
+    own, other = (one.tokenizer().get_vocab() for one in (options, options.other(reference)))
     if own != other:
         differing = [t for t in {**own, **other} if own.get(t) != other.get(t)]
         raise ConfigError(
             "the reference model has another vocabulary",
-            got=f"--reference {options.reference}: {len(differing)} tokens differ, such as "
+            got=f"--reference {reference}: {len(differing)} tokens differ, such as "
             f"{differing[0]!r}",
             why="losses of different tokens would be subtracted",
             remedy="a checkpoint of the same model",
@@ -287,7 +514,7 @@ def _default_block_size(rows: int) -> int:
     >>> [_default_block_size(rows) for rows in (20, 100_000, 10_000_000)]
     [64, 128, 9792]
     """
-    return max(_LEAST, -(-rows // _FILES // _LEAST) * _LEAST)
+    return max(64, -(-rows // 1024 // 64) * 64)
 
 
 def save_job(job: Job) -> None:

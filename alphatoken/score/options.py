@@ -1,7 +1,8 @@
 """Options of a run over a corpus, and those that several commands share.
 
-Each dataclass is a group of the command line's help (``alphatoken.cli.options`` makes flags of the
-fields). Nothing here imports torch before a model is asked for, so that ``--help`` is quick.
+Each dataclass is a group of the command line's help, or several, where a field begins one
+(``alphatoken.cli.program`` makes flags of the fields). Nothing here imports torch before a model is
+asked for, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -20,15 +21,12 @@ if TYPE_CHECKING:
     from alphatoken.data import EncodeOptions, Fields
 
 __all__ = [
-    "BadRowOptions",
     "BudgetOptions",
     "ColumnOptions",
     "EarlierOptions",
-    "EngineOptions",
     "LeftOutOptions",
     "ModelOptions",
     "ReadingOptions",
-    "ResultOptions",
     "RunningOptions",
     "ScoreOptions",
 ]
@@ -85,7 +83,7 @@ class ModelOptions:
             ConfigError: sequences longer than it allows, or scored ``layers`` that it lacks.
             ModelError: no configuration.
         """
-        from alphatoken.model.layer_choice import layers_within, read_layers
+        from alphatoken.model.choice import layers_within, read_layers
         from alphatoken.model.loading import find_limits, find_parts
 
         chosen = read_layers(layers)
@@ -95,41 +93,6 @@ class ModelOptions:
         if limits.layers is not None:
             layers_within(chosen, limits.layers)
         return replace(how, max_length=length, vocabulary=limits.tokens)
-
-
-@dataclass(kw_only=True)
-class ResultOptions:
-    """Options of the results."""
-
-    report: bool = option(True, "write an HTML report")
-    shard_size: int | None = option(
-        None, "rows in each value file (default: 64 or more, for about 1,000 files)", at_least=1
-    )
-    rows: Literal["tokens", "mean", "sum"] | None = option(
-        None,
-        "write rows.jsonl to train on: 'tokens' all rows with labels and loss_weights of the kept "
-        "tokens; 'mean' or 'sum' the best rows by their tokens' values, as they are, up to "
-        "--keep_ratio of the response tokens",
-    )
-    verify: int | None = option(
-        None,
-        "number of tokens to certify by the slow oracle; exit status 2 if a number is off",
-        at_least=1,
-        metavar="TOKENS",
-    )
-
-
-@dataclass(kw_only=True)
-class EngineOptions:
-    """Options for processes and machines."""
-
-    engine: Literal["local", "ray"] = option(
-        "local", "run in this process or those of torchrun, or in Ray's actors"
-    )
-    workers: int | None = option(None, "number of actors (--engine ray; default: one)", at_least=1)
-    gpus_per_worker: float = option(
-        0.0, "number of GPUs of each actor; 0 runs it on one CPU", metavar="GPUS"
-    )
 
 
 @dataclass(kw_only=True)
@@ -158,15 +121,6 @@ class ColumnOptions:
 
 
 @dataclass(kw_only=True)
-class BadRowOptions:
-    """Options for bad rows."""
-
-    on_bad_rows: Literal["error", "skip"] = option(
-        "error", "rows that cannot be read or written as tokens: stop before any work, or name them"
-    )
-
-
-@dataclass(kw_only=True)
 class LeftOutOptions:
     """Options for leaving out training rows."""
 
@@ -182,7 +136,7 @@ class LeftOutOptions:
 
 
 @dataclass(kw_only=True)
-class ReadingOptions(ColumnOptions, BadRowOptions):
+class ReadingOptions(ColumnOptions):
     """Options for reading the rows."""
 
     train_limit: int | None = option(None, "maximum number of rows to read", at_least=1)
@@ -190,6 +144,9 @@ class ReadingOptions(ColumnOptions, BadRowOptions):
         None, "maximum length of a row in tokens (default: the model's limit)", at_least=1
     )
     chat_template: bool = option(True, "write chats with the tokenizer's template")
+    on_bad_rows: Literal["error", "skip"] = option(
+        "error", "rows that cannot be read or written as tokens: stop before any work, or name them"
+    )
 
     @property
     def how(self) -> EncodeOptions:
@@ -238,10 +195,18 @@ class RunningOptions:
 
 
 @dataclass(kw_only=True)
-class _ScoredRows:
-    """Options for rows to value."""
+class ScoreOptions(
+    ModelOptions,
+    ValueOptions,
+    BudgetOptions,
+    ReadingOptions,
+    LeftOutOptions,
+    EarlierOptions,
+    RunningOptions,
+):
+    """Everything that ``alphatoken score`` is told: the rows, and what is made of them."""
 
-    train_file: str = option(help="rows to value")
+    train_file: str = option(help="rows to value", group="options for rows to value")
     validation_file: str | None = option(
         None, "rows that define the objective", either="validation", required=True
     )
@@ -270,33 +235,36 @@ class _ScoredRows:
         None, "Fisher file of the reference model (default: no stability)"
     )
     output_dir: str = option(help="folder for the results")
-
-
-@dataclass(kw_only=True)
-class _Scope:
-    """Options for tokens ranked together."""
-
     keep_scope: Literal["batch", "sequence", "dataset"] = option(
         "batch",
         "rank tokens within a batch (the paper), a sequence, or all of them",
+        group="options for tokens ranked together",
     )
-
-
-@dataclass(kw_only=True)
-class ScoreOptions(
-    ModelOptions,
-    _ScoredRows,
-    ValueOptions,
-    BudgetOptions,
-    _Scope,
-    ReadingOptions,
-    LeftOutOptions,
-    ResultOptions,
-    EngineOptions,
-    EarlierOptions,
-    RunningOptions,
-):
-    """Everything that ``alphatoken score`` is told: the rows, and what is made of them."""
+    report: bool = option(True, "write an HTML report", group="options for results")
+    shard_size: int | None = option(
+        None, "rows in each value file (default: 64 or more, for about 1,000 files)", at_least=1
+    )
+    rows: Literal["tokens", "mean", "sum"] | None = option(
+        None,
+        "write rows.jsonl to train on: 'tokens' all rows with labels and loss_weights of the kept "
+        "tokens; 'mean' or 'sum' the best rows by their tokens' values, as they are, up to "
+        "--keep_ratio of the response tokens",
+    )
+    verify: int | None = option(
+        None,
+        "number of tokens to certify by the slow oracle; exit status 2 if a number is off",
+        at_least=1,
+        metavar="TOKENS",
+    )
+    engine: Literal["local", "ray"] = option(
+        "local",
+        "run in this process or those of torchrun, or in Ray's actors",
+        group="options for processes and machines",
+    )
+    workers: int | None = option(None, "number of actors (--engine ray; default: one)", at_least=1)
+    gpus_per_worker: float = option(
+        0.0, "number of GPUs of each actor; 0 runs it on one CPU", metavar="GPUS"
+    )
 
     @property
     def folder(self) -> Path:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from html import escape
 from operator import itemgetter
@@ -21,11 +22,9 @@ from typing import Any
 
 from alphatoken.data import EncodeOptions, EncodeReport, Example, Fields, Row, Turn, encode_rows
 from alphatoken.data.rows import require_text, row_of
-from alphatoken.data.survey import short
-from alphatoken.errors import DataError
+from alphatoken.errors import DataError, short
 from alphatoken.score.page import Section, number, render_page
-from alphatoken.score.statistics import worded
-from alphatoken.score.value_page import setting_tiles, shown_example, window
+from alphatoken.score.value_page import setting_tiles, shown_example, window, worded
 from alphatoken.score.values import ScoredExample, query_key, responses, visible
 from alphatoken.support.storage import write_text
 
@@ -53,20 +52,14 @@ def query_rows(texts: Sequence[str], fields: Fields) -> list[Row]:
 
 
 def _row(text: str, number: int, fields: Fields) -> Row:
-    place, record = f"query {number + 1}", _object(text)
-    if record is not None:
+    place, record = f"query {number + 1}", None
+    with suppress(ValueError, RecursionError):
+        record = json.loads(text)
+    if isinstance(record, dict):
         return row_of(record, number, place, replace(fields, optional=True))
     turns = (Turn("assistant", text),)
     require_text(turns, place)
     return Row(number, place, turns)
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def encode_queries(
@@ -104,8 +97,8 @@ def read_as(query: Example) -> str:
     )
 
 
+# Training rows on each side of a query.
 _ROWS = 10
-"""Training rows on each side of a query."""
 
 _TOKENS, _PROMPT = 300, 60
 """Tokens of a row that are shown, at most, and how many of its prompt before the response."""
@@ -233,7 +226,6 @@ def write_query_report(
 def _section(
     n: int, query: Example, rank: QueryRank, texts: Callable[[Sequence[int]], list[str]]
 ) -> tuple[Section, list[dict[str, Any]]]:
-    """The section of one query, and the lists of rows that the page's script draws in it."""
     tokens, valued = texts(query.input_ids), responses(query.labels).tolist()
     key, html, lists = query_key(n), [_text(tokens, valued)], []
     ends = {"raise": rank.highest, "lower": rank.lowest}
@@ -260,7 +252,7 @@ def _section(
     reading = f"{reading[:1].upper()}{reading[1:]}."
     section = Section(
         key.replace("_", "-"),
-        _short("".join(t for t, v in zip(tokens, valued, strict=True) if v)),
+        visible(short("".join(t for t, v in zip(tokens, valued, strict=True) if v), 90)),
         name=f"Query {n + 1}",
         verdict=f"{number(rank.raising)} training rows raise it, {number(rank.lowering)} lower it.",
         remarks=[reading, _READ] if n == 0 else [reading],
@@ -272,7 +264,6 @@ def _section(
 def _shown(
     total: float, example: ScoredExample, key: str, texts: Callable[[Sequence[int]], list[str]]
 ) -> dict[str, Any]:
-    """One row as the page's script draws it, with a sentence about it."""
     example = worded(example, texts)
     start, end = window(example, _TOKENS, _PROMPT)
     count, length = int(example.response.sum()), len(example.ids)
@@ -281,13 +272,7 @@ def _shown(
     return shown_example(example, start, end, [key]) | {"kept": None, "said": said}
 
 
-def _short(text: str, length: int = 90) -> str:
-    text = visible(" ".join(text.split()))
-    return text if len(text) <= length else text[: length - 1] + "\u2026"
-
-
 def _text(tokens: Sequence[str], valued: Sequence[bool]) -> str:
-    """The query as a card: what is not valued is grey."""
     parts = []
     for token, is_valued in zip(tokens, valued, strict=True):
         text = escape(visible(token))

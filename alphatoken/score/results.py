@@ -1,7 +1,12 @@
-"""Results made from value files: selection, rows to train on, summary, page."""
+"""Results made from value files: selection, rows to train on, notes, summary, page.
+
+A row has the mean and the sum of the values of its response tokens, which stand in the value files
+as ``value_mean`` and ``value_sum``.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,26 +14,39 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from alphatoken import Scorer
+from alphatoken import FisherDrift, Scorer
 from alphatoken.data import Row, collate, token_texts
-from alphatoken.data.survey import short
-from alphatoken.errors import DataError, ModelError
-from alphatoken.score.job import Job, on_device
-from alphatoken.score.kept_rows import row_ends, write_rows
-from alphatoken.score.notes import about_encoding, write_notes
+from alphatoken.data.encode import about_encoding
+from alphatoken.data.source import RowSource
+from alphatoken.data.split import about_pools
+from alphatoken.errors import DataError, ModelError, short
+from alphatoken.model.batch import IGNORE
+from alphatoken.score.job import CorpusSurvey, Job, on_device
 from alphatoken.score.queries import QueryRank, rank_rows, write_query_report
-from alphatoken.score.statistics import ValueSummary, summarise
-from alphatoken.score.value_page import write_report
-from alphatoken.score.values import ScoredExample, read_values, value_files, write_values
-from alphatoken.select.masks import top_mask
-from alphatoken.support.storage import write_json, write_jsonl
-from alphatoken.values import Certificate, derivative_text
+from alphatoken.score.value_page import ValueSummary, summarise, write_report
+from alphatoken.score.values import (
+    ScoredExample,
+    read_row_values,
+    read_values,
+    value_files,
+    write_values,
+)
+from alphatoken.select.masks import keep_count, top_mask
+from alphatoken.support.storage import replacing, write_json, write_jsonl
+from alphatoken.values import Certificate, derivative_notes, derivative_text
 
-__all__ = ["write_results"]
+__all__ = ["Unit", "best_rows", "write_results"]
+
+Unit = Literal["tokens", "mean", "sum"]
+"""What ``--rows`` keeps: tokens within their rows, or whole rows by the mean or sum of values."""
+
+# Rows at each end that are printed and stand in the summary.
+_ENDS = 3
 
 
 def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float) -> None:
@@ -51,12 +69,12 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
     certificate = _certificate(scorer, job)
     if options.keep_scope == "dataset":
         _keep_over_all(folder, options.keep_ratio)
-    rows = row_ends(folder / "values", options.rows or "mean")
-    written = _written_rows(job)
+    rows = _row_ends(folder / "values", options.rows or "mean")
+    written = _write_rows(job)
     ranks = [QueryRank() for _ in options.query]
     texts = partial(token_texts, job.corpus.tokenizer)
     summary = summarise(rank_rows(_checked_examples(job), ranks), seed=options.seed, texts=texts)
-    notes = write_notes(job, survey, summary, warned)
+    notes = _notes_of(job, survey, summary, warned)
     document = {
         "settings": job.settings,
         "pools": survey.counts,
@@ -70,27 +88,7 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
     }
     write_json(folder / "summary.json", document, default=str)
     if options.report:
-        certified = {} if certificate is None else {"certificate": str(certificate)}
-        more: dict[str, Any] = {
-            "settings": job.settings | certified,
-            "notes": [note for note in notes if note not in warned],
-            "warnings": warned,
-        }
-        page, name = folder / "report.html", Path(options.train_file).name
-        if options.query:
-            count = len(job.validation)
-            queries = "a query" if count == 1 else f"{count} queries"
-            write_query_report(
-                page,
-                job.validation,
-                ranks,
-                rows=summary.sequences,
-                title=f"Rows of {name} for and against {queries}",
-                texts=texts,
-                **more,
-            )
-        else:
-            write_report(page, summary, title=f"Token values of {name}", **more)
+        _write_page(job, summary, ranks, certificate, notes, warned)
     # Rows that are left out were counted aloud before the work.
     told = about_encoding("train", replace(survey.encoded, truncated_rows=0))
     if not options.quiet:
@@ -98,8 +96,37 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
     _say(job, summary, certificate, [note for note in notes if note not in told])
 
 
+def _write_page(
+    job: Job,
+    summary: ValueSummary,
+    ranks: Sequence[QueryRank],
+    certificate: Certificate | None,
+    notes: Sequence[str],
+    warned: Sequence[str],
+) -> None:
+    certified = {} if certificate is None else {"certificate": str(certificate)}
+    more: dict[str, Any] = {
+        "settings": job.settings | certified,
+        "notes": [note for note in notes if note not in warned],
+        "warnings": warned,
+    }
+    page, name = job.options.folder / "report.html", Path(job.options.train_file).name
+    if not ranks:
+        write_report(page, summary, title=f"Token values of {name}", **more)
+        return
+    write_query_report(
+        page,
+        job.validation,
+        ranks,
+        rows=summary.sequences,
+        title=f"Rows of {name} for and against "
+        + ("a query" if len(ranks) == 1 else f"{len(ranks)} queries"),
+        texts=partial(token_texts, job.corpus.tokenizer),
+        **more,
+    )
+
+
 def _checked_examples(job: Job) -> Iterator[ScoredExample]:
-    """Read everything back, and see that each file holds rows of its own stretch of the data."""
     for number in job.blocks:
         for example in read_values(job.value_file(number)):
             if example.row not in job.block_rows(number):
@@ -116,10 +143,7 @@ def _checked_examples(job: Job) -> Iterator[ScoredExample]:
 
 
 def _keep_over_all(folder: Path, ratio: float) -> None:
-    """Rank all tokens of all files together and write the files again, each whole or not.
-
-    The totals of all response tokens are in memory: 8 bytes a token, and as much again to rank.
-    """
+    # The totals of all response tokens are in memory: 8 bytes a token, and as much again to rank.
     values = folder / "values"
     totals = np.concatenate(
         [example.values["total"][example.response] for example in read_values(values)],
@@ -141,29 +165,185 @@ def _keep_over_all(folder: Path, ratio: float) -> None:
         write_values(path, selected(path))
 
 
-def _written_rows(job: Job) -> dict[str, int] | None:
-    """Counts of the rows that were written to train on; None without ``--rows``."""
-    options = job.options
-    if options.rows is None:
+# --- rows by their values -------------------------------------------------------------------------
+
+
+def _row_ends(values: Path, unit: Unit) -> dict[str, list[dict[str, float]]]:
+    """The rows of highest and lowest value: "best" from the first, "worst" from the last."""
+    columns = read_row_values(values)
+    order = _ranked(columns[_column(unit)])
+    count = min(_ENDS, max(1, len(order) // 2))
+    ends = {"best": order[:count], "worst": order[::-1][:count]}
+    return {
+        side: [{name: column[at].item() for name, column in columns.items()} for at in places]
+        for side, places in ends.items()
+    }
+
+
+def best_rows(
+    values: NDArray[np.float64], tokens: NDArray[np.int64], ratio: float
+) -> NDArray[np.bool_]:
+    """(n,) True for the best rows, as long as they fit the budget of tokens; at least for one.
+
+    The budget is ``keep_count(ratio, tokens.sum())``. Rows are taken by falling value, of equal
+    values the first, up to the first one that no longer fits.
+
+    Args:
+        values: (n,) of the rows.
+        tokens: (n,) numbers of their response tokens.
+        ratio: share of all response tokens, in (0, 1].
+
+    Raises:
+        InputError: ratio outside (0, 1].
+
+    Oracle: the rule by a loop, in the tests.
+    """
+    order = _ranked(values)
+    budget = keep_count(ratio, int(tokens.sum()))
+    count = int(np.searchsorted(np.cumsum(tokens[order]), budget, side="right"))
+    kept = np.zeros(len(values), bool)
+    kept[order[: max(1, count)]] = True
+    return kept
+
+
+def _write_rows(job: Job) -> dict[str, int] | None:
+    """Write the rows that are kept as JSONL; the counts of rows and tokens, None without --rows.
+
+    By "tokens" a row has ``input_ids``, ``attention_mask``, ``labels``, ``loss_weights`` and
+    ``row``: labels are -100 and weights 0 at prompts and at dropped response tokens, and rows
+    without a kept token are left out. By "mean" or "sum" each row of :func:`best_rows` is written
+    as it stands in the source.
+    """
+    options, unit = job.options, job.options.rows
+    if unit is None:
         return None
-    path = options.folder / "rows.jsonl"
-    counts = write_rows(
-        options.rows, options.folder / "values", job.corpus.source, options.keep_ratio, path
-    )
+    values, path = options.folder / "values", options.folder / "rows.jsonl"
+    columns = read_row_values(values)
+    if unit == "tokens":
+        records = _weighted(values)
+    else:
+        kept = best_rows(columns[_column(unit)], columns["response_tokens"], options.keep_ratio)
+        records = _whole(job.corpus.source, columns, kept)
+    rows = kept_tokens = 0
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for record, tokens in records:
+            file.write(_line(record))
+            rows += 1
+            kept_tokens += tokens
+    counts = {
+        "rows": rows,
+        "rows_left_out": len(columns["row"]) - rows,
+        "response_tokens": int(columns["response_tokens"].sum()),
+        "kept_tokens": kept_tokens,
+    }
     if not options.quiet:
         print(
-            f"{counts['rows']} rows with {counts['kept_tokens']} of {counts['response_tokens']} "
-            f"response tokens; {counts['rows_left_out']} rows left out: {path}",
+            f"{rows} rows with {kept_tokens} of {counts['response_tokens']} response tokens; "
+            f"{counts['rows_left_out']} rows left out: {path}",
             file=sys.stderr,
         )
     return counts
+
+
+def _column(unit: Unit) -> str:
+    return "value_sum" if unit == "sum" else "value_mean"
+
+
+def _ranked(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    # Stable, so that of equal values the first comes first: rows stand in the source's order.
+    return np.argsort(-values, kind="stable")
+
+
+def _weighted(values: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+    for example in read_values(values):
+        weights = np.where(example.response, example.kept, 0).astype(float)
+        if weights.any():
+            record = {
+                "input_ids": list(example.ids),
+                "attention_mask": [1] * len(example.ids),
+                "labels": np.where(weights != 0, example.labels, IGNORE).tolist(),
+                "loss_weights": weights.tolist(),
+                "row": example.row,
+            }
+            yield record, int(weights.sum())
+
+
+def _whole(
+    source: RowSource, columns: Mapping[str, NDArray[Any]], kept: NDArray[np.bool_]
+) -> Iterator[tuple[Mapping[str, Any], int]]:
+    tokens = np.zeros(source.rows, np.int64)
+    tokens[columns["row"][kept]] = columns["response_tokens"][kept]
+    for row in source.read():
+        if tokens[row.index]:
+            assert not isinstance(row.record, DataError)  # it was valued
+            yield row.record, int(tokens[row.index])
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    # Readable in any script; half a character, which UTF-8 has no bytes for, stays an escape.
+    text = json.dumps(record, ensure_ascii=False)
+    whole = not any("\ud800" <= character <= "\udfff" for character in text)
+    return (text if whole else json.dumps(record)) + "\n"
+
+
+# --- notes ----------------------------------------------------------------------------------------
+
+_APPROXIMATE = (
+    "The estimator is the paper's: the direct part is exact, the causal part (Value-Propagation) "
+    "is approximate. --estimator label gives the exact value that a loss mask acts on; --verify N "
+    "compares the two on this model."
+)
+
+
+def _notes_of(
+    job: Job, survey: CorpusSurvey, summary: ValueSummary, warned: Sequence[str]
+) -> list[str]:
+    """Sentences for the report, the summary and the console; what is trivially so is left out."""
+    estimator, queries = job.options.estimator, len(job.options.query)
+    notes = [_APPROXIMATE] if estimator == "alphatoken" else []
+    notes += derivative_notes(summary.derivatives)
+    if estimator != "walk" and (job.fisher is not None or not queries):
+        notes += _about_stability(job.fisher, summary)
+    validation, counts = job.encoded, survey.counts
+    if queries > 1:
+        notes.append(
+            f"Value and adaptation are against all {queries} queries together, each counted by its "
+            "tokens."
+        )
+    elif validation.examples and not queries:
+        notes.append(
+            f"Adaptation is measured against {validation.response_tokens} response tokens of "
+            f"{validation.examples} validation rows."
+        )
+    notes += about_pools(counts)
+    if counts.get("bad_rows"):
+        notes.append(f"{counts['bad_rows']} rows cannot be read; bad_rows.jsonl names them.")
+    notes += about_encoding("train", survey.encoded) + about_encoding("validation", validation)
+    return [*notes, *warned]
+
+
+def _about_stability(fisher: FisherDrift | None, summary: ValueSummary) -> list[str]:
+    if fisher is None:
+        return ["No Fisher was given: stability is zero and the total is adaptation alone."]
+    notes = []
+    ranges = {one.key: (one.minimum, one.maximum) for one in summary.components}
+    if ranges.get("stability") == (0.0, 0.0):
+        notes.append(
+            "The retention term is exactly zero: the model's weights are the Fisher's reference, "
+            "as at the first step of training. Stability begins to count once they have moved."
+        )
+    if "row_keys" not in fisher.metadata:
+        notes.append(
+            "The Fisher does not say which prompts it was fitted on, so training rows could not be "
+            "checked against them."
+        )
+    return notes
 
 
 # --- certificate and last words -------------------------------------------------------------------
 
 
 def _certificate(scorer: Scorer, job: Job) -> Certificate | None:
-    """Certificate of the first rows that have values."""
     options = job.options
     if options.verify is None:
         return None
@@ -179,7 +359,6 @@ def _certificate(scorer: Scorer, job: Job) -> Certificate | None:
 
 
 def _say_ends(job: Job, rows: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
-    """Print the rows of highest and lowest value, each in one line."""
     unit = "sum" if job.options.rows == "sum" else "mean"
     for side, ends in rows.items():
         print(f"{side} rows by the {unit} of their values:")
@@ -198,7 +377,6 @@ def _say(
     certificate: Certificate | None,
     notes: Sequence[str],
 ) -> None:
-    """Say what was made, and refuse values that the oracle does not agree with."""
     folder = job.options.folder
     if certificate is not None:
         print(certificate)

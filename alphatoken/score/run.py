@@ -1,38 +1,50 @@
-"""A run over a corpus: read and save the job, have its blocks valued, write what follows."""
+"""A run over a corpus: read and save the job, have its blocks valued, write what follows.
+
+A block is a fixed stretch of the source, its batches are made within it, and its file is written
+whole or not at all. So any process may value any block, in any order and more than once, and the
+files hold the same values. (The error beside label values is that which the process measured last.)
+An engine does no more than hand out the numbers of missing blocks: to this process, to the
+processes of a launcher, or to Ray's actors.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from alphatoken.errors import ConfigError, collected_warnings
-from alphatoken.score.engines import (
-    LaunchedProcess,
-    check_engine,
-    this_process,
-    value_blocks,
-    value_with_ray,
-)
-from alphatoken.score.job import Job, load_job, prepare_job, save_job
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from alphatoken import Scorer, TokenValues, select_top
+from alphatoken.data import Example, collate
+from alphatoken.errors import ConfigError, ModelError, collected_warnings
+from alphatoken.score.job import Job, load_job, on_device, prepare_job, save_job
 from alphatoken.score.options import ScoreOptions
 from alphatoken.score.results import write_results
+from alphatoken.score.values import COMPONENTS, ScoredExample, query_key, write_values
 from alphatoken.select.masks import keep_count
-from alphatoken.support.locks import try_lock
-from alphatoken.support.progress import shown_progress
+from alphatoken.support.precision import float16_named
+from alphatoken.support.progress import Tracker, shown_progress
 from alphatoken.support.resume import (
     check_output_folder,
     read_run,
     refuse_other_run,
     require_writable,
 )
-from alphatoken.support.storage import write_json
+from alphatoken.support.storage import try_lock, write_json
 
-__all__ = ["score_corpus"]
+__all__ = ["score_corpus", "value_block"]
 
 
 def score_corpus(options: ScoreOptions) -> None:
@@ -43,12 +55,11 @@ def score_corpus(options: ScoreOptions) -> None:
     Raises:
         AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
     """
-    here = this_process()
-    keep_count(
-        options.keep_ratio, 1, name="--keep_ratio"
-    )  # its error now, not after the first batch
+    here = _this_process()
+    # Its error comes now, and not after the first batch.
+    keep_count(options.keep_ratio, 1, name="--keep_ratio")
     require_writable(options.output_dir)
-    check_engine(options, here)
+    _check_engine(options, here)
     if options.scorer_config().estimator == "walk" and options.verify is not None:
         raise ConfigError(
             "values along a walk have no certificate",
@@ -66,8 +77,7 @@ def score_corpus(options: ScoreOptions) -> None:
             _run_other(options, here)
 
 
-def _run_first(options: ScoreOptions, here: LaunchedProcess) -> None:
-    """The first process: all but the blocks of others."""
+def _run_first(options: ScoreOptions, here: _LaunchedProcess) -> None:
     start, folder = time.monotonic(), options.folder
     with _locked_folder(folder), collected_warnings() as warned:
         check_output_folder(
@@ -85,16 +95,16 @@ def _run_first(options: ScoreOptions, here: LaunchedProcess) -> None:
             save_job(job)
         here.wait()
         if options.engine == "ray" and numbers:
-            value_with_ray(job, numbers)
+            _value_with_ray(job, numbers)
         else:
-            value_blocks(job, scorer, here.share(numbers))
+            _value_blocks(job, scorer, here.share(numbers))
         here.wait()
         write_results(job, scorer, warned, start)
 
 
 @contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
-    """Check that no other run is at work in the output folder, for as long as this one is."""
+    """Holds the output folder against other runs, for as long as this one is at work."""
     there = folder.exists()
     handle = try_lock(folder / "lock")
     if handle is None:
@@ -115,12 +125,11 @@ def _locked_folder(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _run_other(options: ScoreOptions, here: LaunchedProcess) -> None:
-    """Any other process that a launcher started."""
+def _run_other(options: ScoreOptions, here: _LaunchedProcess) -> None:
     here.wait()  # until the job is saved
     job = load_job(options)
     if numbers := here.share(job.missing()):
-        value_blocks(job, job.scorer(), numbers)
+        _value_blocks(job, job.scorer(), numbers)
     here.wait()
 
 
@@ -141,3 +150,227 @@ def _prepare_folder(job: Job) -> None:
         leftover.unlink()
     if not manifest.exists():
         write_json(manifest, {"command": "score", "settings": job.settings}, default=str)
+
+
+def value_block(
+    job: Job, scorer: Scorer, number: int, report: Callable[[int], None] = lambda _: None
+) -> None:
+    """Value block ``number`` and write its file.
+
+    Args:
+        job: loaded or prepared in this process.
+        scorer: of the same job, with its G.
+        number: of the block.
+        report: called after each batch with the number of rows of the block that are done.
+
+    Raises:
+        DataError: a row that must not be passed over, or a file that cannot be written.
+        ModelError: out of memory.
+    """
+    block = job.block_rows(number)
+    rows = job.corpus.rows(block.start, block.stop)
+    examples = (row.example for row in rows if row.example is not None)
+
+    def scored() -> Iterator[ScoredExample]:
+        while batch := list(islice(examples, job.options.per_device_train_batch_size)):
+            yield from _score_batch(job, scorer, batch)
+            report(batch[-1].row.index + 1 - block.start)
+
+    write_values(job.value_file(number), scored())
+
+
+def _values_by_query(values: TokenValues, queries: int) -> dict[str, Tensor]:
+    if not queries:
+        return {}
+    if queries == 1:
+        assert values.adaptation is not None
+        return {query_key(0): values.adaptation}
+    return {query_key(n): one for n, one in enumerate(values.by_batch().unbind(-1))}
+
+
+def _score_batch(job: Job, scorer: Scorer, examples: Sequence[Example]) -> Iterator[ScoredExample]:
+    options = job.options
+    try:
+        values = scorer.score(on_device(collate(examples), job.model))
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            "out of memory",
+            got=str(error)[:200],
+            remedy="a smaller --per_device_train_batch_size or --max_length",
+        ) from None
+    scope = "batch" if options.keep_scope == "dataset" else options.keep_scope
+    with float16_named(job.model):
+        kept = select_top(values.total, values.mask, options.keep_ratio, scope=scope)
+    columns = {c.key: getattr(values, c.key) for c in COMPONENTS}
+    columns |= _values_by_query(values, len(options.query))
+    for index, example in enumerate(examples):
+        length = len(example.input_ids)
+        yield ScoredExample(
+            row=example.row.index,
+            place=example.row.place,
+            tokens=[],
+            ids=example.input_ids,
+            labels=example.labels,
+            kept=kept[index, :length].cpu().numpy(),
+            values={
+                key: column[index, :length].cpu().numpy()
+                for key, column in columns.items()
+                if column is not None
+            },
+            derivative=values.derivative,
+            error=values.error,
+        )
+
+
+# Processes wait for each other as long as the slowest one values.
+_PATIENCE = timedelta(days=30)
+
+
+@dataclass(frozen=True)
+class _LaunchedProcess:
+    """This process among those that torchrun or accelerate started."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world: int = 1
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, the processes can wait for each other."""
+        if self.world > 1:
+            dist.init_process_group("gloo", timeout=_PATIENCE)
+        try:
+            yield
+        finally:
+            if self.world > 1:
+                dist.destroy_process_group()
+
+    def wait(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def share(self, numbers: Sequence[int]) -> list[int]:
+        return [number for number in numbers if number % self.world == self.rank]
+
+    def share_of(self, options: ScoreOptions) -> ScoreOptions:
+        """The job of this process: with a GPU of its own, and one process that speaks."""
+        if self.world == 1:
+            return options
+        if options.device in ("auto", "cuda") and torch.cuda.is_available():
+            options = replace(options, device=f"cuda:{self.local_rank}")
+        return options if self.rank == 0 else replace(options, quiet=True)
+
+
+def _this_process() -> _LaunchedProcess:
+    """Processes that the launcher's environment describes; one process without a launcher."""
+    numbers = [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+    if None in numbers:
+        return _LaunchedProcess()
+    return _LaunchedProcess(*(int(str(number)) for number in numbers))
+
+
+def _check_engine(options: ScoreOptions, here: _LaunchedProcess) -> None:
+    if options.engine == "local":
+        if options.workers is not None:
+            raise ConfigError(
+                "--workers needs --engine ray",
+                got=f"--workers {options.workers}",
+                remedy="--engine ray, or torchrun --nproc-per-node N -m alphatoken.cli score ...",
+            )
+        return
+    if here.world > 1:
+        raise ConfigError(
+            "only one engine can run at a time",
+            got=f"--engine ray under a launcher of {here.world} processes",
+            remedy="one of them",
+        )
+    if find_spec("ray") is None:
+        raise ConfigError("--engine ray needs Ray", remedy="pip install 'alphatoken[ray]'")
+
+
+@contextmanager
+def _block_progress(
+    job: Job, left: Sequence[int]
+) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """Shows rows that are finished: reports of rows of the block at work, and of a block's end."""
+    rows = job.corpus.source.rows
+    out = 0 if job.survey is None else rows - job.survey.counts["train"]
+    label = f"Scoring ({out} rows are left out)" if out else "Scoring"
+    tracker = Tracker(label, rows, not job.options.quiet)
+
+    def rows_outside(numbers: Sequence[int]) -> int:
+        return rows - sum(len(job.block_rows(number)) for number in numbers)
+
+    done = rows_outside(left)
+    tracker.resume(done)
+
+    def report(part: int) -> None:
+        tracker.report(done + part)
+
+    def finish(number: int) -> None:
+        nonlocal done
+        done += len(job.block_rows(number))
+        report(0)
+
+    if left:  # it is shown before the first batch is done
+        report(0)
+    try:
+        yield report, finish
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"{rows_outside(job.missing())} of {rows} rows are finished and kept; the same command "
+            "with --resume continues after them"
+        ) from None
+
+
+def _value_blocks(job: Job, scorer: Scorer, numbers: Sequence[int]) -> None:
+    with _block_progress(job, numbers) as (report, finish):
+        for number in numbers:
+            value_block(job, scorer, number, report)
+            finish(number)
+
+
+class _Actor:
+    """One of Ray's workers: a model of its own, which values the blocks that it is handed."""
+
+    def __init__(self, options: ScoreOptions) -> None:
+        self._job = load_job(options)
+        self._scorer = self._job.scorer()
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        for number in batch["block"]:
+            value_block(self._job, self._scorer, int(number))
+        return {"block": batch["block"]}
+
+
+def _value_with_ray(job: Job, numbers: Sequence[int]) -> None:
+    # Ray hands a lost actor's block to another one. Where this process dies, finished blocks stay.
+    import ray
+    import ray.data
+
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    options = job.options
+    gpus, device = options.gpus_per_worker, "cuda" if options.gpus_per_worker else "cpu"
+    # Each block is an item of its own, so that all workers have some and little is lost with one.
+    rows = ray.data.from_items([{"block": n} for n in numbers], override_num_blocks=len(numbers))
+    valued = rows.map_batches(
+        _Actor,
+        fn_constructor_args=(replace(options, quiet=True, device=device),),
+        batch_size=1,
+        concurrency=options.workers or 1,
+        num_gpus=gpus,
+        num_cpus=None if gpus else 1,
+    )
+    try:
+        with _block_progress(job, numbers) as (_, finish):
+            for finished in valued.iter_rows():
+                finish(int(finished["block"]))
+    except ray.exceptions.RayError as error:
+        raise ModelError(
+            "Ray gave up", got=str(error).strip().splitlines()[-1][:300],
+            remedy="what is finished is kept: --resume goes on",
+        ) from error  # fmt: skip
+    finally:
+        ray.shutdown()

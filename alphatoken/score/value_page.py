@@ -1,20 +1,191 @@
-"""The page of scored sequences, or sections of another page."""
+"""Numbers about the values of a whole data set, gathered in one pass, and their page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from alphatoken.score.page import Column, Section, ShownTable, environment, number, render_page
-from alphatoken.score.statistics import Extreme, ValueSummary
 from alphatoken.score.values import COMPONENTS, ScoredExample, visible
 from alphatoken.support.storage import write_text
 
-__all__ = ["setting_tiles", "shown_example", "shown_examples", "window", "write_report"]
+__all__ = [
+    "ComponentSummary",
+    "Extreme",
+    "ValueSummary",
+    "setting_tiles",
+    "shown_example",
+    "shown_examples",
+    "summarise",
+    "window",
+    "worded",
+    "write_report",
+]
+
+# A total, and where it is.
+_Token = tuple[float, ScoredExample, int]
+
+# Tokens shown on each side of an extreme token.
+_CONTEXT = 10
+
+
+@dataclass(frozen=True)
+class ComponentSummary:
+    """Distribution of one component over all response tokens; ``positive`` is a share."""
+
+    key: str
+    count: int
+    mean: float
+    minimum: float
+    maximum: float
+    positive: float
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """One of the highest or lowest tokens by total value, with its surroundings."""
+
+    row: int
+    place: str
+    position: int
+    before: str
+    token: str
+    after: str
+    kept: bool
+    values: dict[str, float]
+
+
+@dataclass
+class ValueSummary:
+    """Statistics of all examples together, for the report and the summary file.
+
+    ``derivatives``: each way in which label values were differentiated -> its largest error.
+    """
+
+    sequences: int = 0
+    tokens: int = 0
+    response_tokens: int = 0
+    kept_tokens: int = 0
+    components: list[ComponentSummary] = field(default_factory=list)
+    derivatives: dict[str, float] = field(default_factory=dict)
+    highest: list[Extreme] = field(default_factory=list)
+    lowest: list[Extreme] = field(default_factory=list)
+    sample: list[ScoredExample] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything that fits a summary file (no sample)."""
+        record = asdict(replace(self, sample=[]))
+        del record["sample"]
+        return record
+
+
+def summarise(
+    examples: Iterable[ScoredExample],
+    *,
+    sample: int = 40,
+    extremes: int = 15,
+    seed: int = 0,
+    texts: Callable[[Sequence[int]], list[str]] | None = None,
+) -> ValueSummary:
+    """One pass over all examples: distributions, extremes, and a uniform sample to show.
+
+    Args:
+        examples: any number of scored sequences; only the sample is held whole.
+        sample: how many sequences to keep for the heatmaps (uniform, seeded, in row order).
+        extremes: how many of the highest and of the lowest tokens to keep.
+        seed: of the sample.
+        texts: token ids -> text of each token, for examples that come without; asked for those
+            that are shown.
+    """
+    summary, sums = ValueSummary(), dict[str, list[float]]()
+    chosen, draw = dict[int, ScoredExample](), random.Random(seed)
+    high: list[_Token] = []
+    low: list[_Token] = []
+    for index, example in enumerate(examples):
+        summary.sequences += 1
+        summary.tokens += len(example.ids)
+        summary.kept_tokens += int(example.kept.sum())
+        # Of a stream of unknown length each example is in the sample with the same chance.
+        place = index if index < sample else draw.randrange(index + 1)
+        if place < sample:
+            chosen[place] = example
+        if (way := example.derivative) is not None:
+            summary.derivatives[way] = max(example.error, summary.derivatives.get(way, 0.0))
+        response = example.response
+        own = {key: np.asarray(v, float)[response] for key, v in example.values.items()}
+        _add(sums, own)
+        summary.response_tokens += int(response.sum())
+        # Of equal values the first one seen comes first.
+        high += _ends(example, -own["total"], extremes)
+        high = heapq.nlargest(extremes, high, key=itemgetter(0))
+        low += _ends(example, own["total"], extremes)
+        low = heapq.nsmallest(extremes, low, key=itemgetter(0))
+    n = summary.response_tokens
+    summary.components = [
+        ComponentSummary(c.key, n, total / n, low, high, positive / n)
+        for c in COMPONENTS
+        if c.key in sums
+        for total, low, high, positive in [sums[c.key]]
+    ]
+    summary.highest = [_extreme(worded(e, texts), place) for _, e, place in high]
+    summary.lowest = [_extreme(worded(e, texts), place) for _, e, place in low]
+    picked = sorted(chosen.values(), key=lambda example: example.row)
+    summary.sample = [worded(example, texts) for example in picked]
+    return summary
+
+
+def _ends(example: ScoredExample, order: NDArray[np.float64], count: int) -> list[_Token]:
+    first = np.sort(np.argsort(order, kind="stable")[:count])
+    places, total = np.flatnonzero(example.response)[first], example.values["total"]
+    return [(float(total[place]), example, int(place)) for place in places]
+
+
+def worded(
+    example: ScoredExample, texts: Callable[[Sequence[int]], list[str]] | None
+) -> ScoredExample:
+    """The example with the texts of its tokens, where it came without."""
+    if texts is None or example.tokens:
+        return example
+    return replace(example, tokens=texts(example.ids))
+
+
+def _add(sums: dict[str, list[float]], values: Mapping[str, NDArray[np.float64]]) -> None:
+    for key, column in values.items():
+        if len(column):
+            total, low, high, positive = sums.get(key, [0.0, math.inf, -math.inf, 0.0])
+            sums[key] = [
+                total + float(column.sum()),
+                min(low, float(column.min())),
+                max(high, float(column.max())),
+                positive + float((column > 0).sum()),
+            ]
+
+
+def _extreme(example: ScoredExample, position: int) -> Extreme:
+    tokens = example.tokens
+    return Extreme(
+        row=example.row,
+        place=example.place,
+        position=position,
+        before="".join(tokens[max(0, position - _CONTEXT) : position]),
+        token=tokens[position],
+        after="".join(tokens[position + 1 : position + 1 + _CONTEXT]),
+        kept=bool(example.kept[position]),
+        values={key: float(values[position]) for key, values in example.values.items()},
+    )
+
+
+# --- the page -------------------------------------------------------------------------------------
 
 MOST_TOKENS = 12_000
 """Tokens shown in all heatmaps together: keeps the page near one megabyte."""
@@ -22,12 +193,12 @@ MOST_TOKENS = 12_000
 MOST_TOKENS_A_ROW = 1_500
 _PROMPT_SHOWN = 300
 
+# Settings that stand at the top of the page -> what they are called there.
 _HEADER = {
     "model_name_or_path": "model", "policy": "policy", "estimator": "estimator",
     "layers": "layers scored", "parameters": "parameters valued",
     "last_loss": "training loss of the last log",
 }  # fmt: skip
-"""Settings that stand at the top of the page -> what they are called there."""
 
 _LEAD = (
     "Value of each response token: positive (blue) says that a small step on it lowers the "
@@ -58,11 +229,12 @@ def write_report(
     Raises:
         DataError: the file could not be written; an old one is intact.
     """
-    settings = settings or {}
+    settings, tokens = settings or {}, summary.response_tokens
+    share = f"{summary.kept_tokens / tokens:.1%}" if tokens else "none"
     tiles = [
         (number(summary.sequences), "sequences"),
-        (number(summary.response_tokens), "response tokens valued"),
-        (_share(summary), f"kept by the selection, {number(summary.kept_tokens)} tokens"),
+        (number(tokens), "response tokens valued"),
+        (share, f"kept by the selection, {number(summary.kept_tokens)} tokens"),
         *setting_tiles(settings),
     ]
     sections, data = _value_sections(summary)
@@ -92,13 +264,7 @@ def setting_tiles(settings: Mapping[str, object]) -> list[tuple[str, str]]:
     return [(text, _HEADER[key]) for key, text in shown.items()]
 
 
-def _share(summary: ValueSummary) -> str:
-    tokens = summary.response_tokens
-    return f"{summary.kept_tokens / tokens:.1%}" if tokens else "none"
-
-
 def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any]]:
-    """Sections of a page about values, and the data for its script."""
     said = {one.key: one for one in summary.components}
     components = [component for component in COMPONENTS if component.key in said]
     # A component that is zero everywhere is said to be so; drawing it would only take room.

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.model.batch import IGNORE
 from alphatoken.support.storage import replacing
 
 __all__ = [
@@ -32,18 +33,14 @@ __all__ = [
     "Component",
     "ScoredExample",
     "Visits",
-    "pyarrow_modules",
     "query_key",
     "read_row_values",
     "read_values",
     "responses",
     "value_files",
     "visible",
-    "write_parquet",
     "write_values",
 ]
-
-IGNORE = -100
 
 
 @dataclass(frozen=True)
@@ -184,30 +181,30 @@ def _visible(character: str) -> str:
     return character
 
 
+# Key of a component -> column of a file.
 _COLUMNS: dict[str, str] = {
     component.key: "value" if component.key == "total" else component.key
     for component in COMPONENTS
 }
-"""Key of a component -> column of a file."""
 
 _KEYS = {column: key for key, column in _COLUMNS.items()}
+# Begins the names of columns of values against one query.
 _QUERY = "query_"
-"""Begins the names of columns of values against one query."""
 
+# Columns with a number a row.
 _BY_ROW = ("row", "response_tokens", "value_mean", "value_sum")
-"""Columns with a number a row."""
 
+# Tokens of a row group of a Parquet file, about; what is in memory while a file is written.
 _GROUP = 1 << 16
-"""Tokens of a row group of a Parquet file, about; what is in memory while a file is written."""
 
+# Examples that are in memory while a file is read.
 _ROWS = 64
-"""Examples that are in memory while a file is read."""
 
 
 def write_values(path: str | Path, examples: Iterable[ScoredExample]) -> None:
     """Write one file, whole or not at all.
 
-    Examples are taken one after the other, and a few thousand tokens of them held at a time.
+    Examples are taken one after the other, and some thousand tokens of them held at a time.
 
     Raises:
         ConfigError: pyarrow is missing.
@@ -215,7 +212,13 @@ def write_values(path: str | Path, examples: Iterable[ScoredExample]) -> None:
     """
     records = map(_record, examples)
     first = next(records, None)
-    write_parquet(Path(path), _types(first), chain([] if first is None else [first], records))
+    pa, pq = _pyarrow_modules()
+    types = _types(first)
+    kinds = {name: pa.type_for_alias(kind.strip("[]")) for name, kind in types.items()}
+    schema = pa.schema({n: pa.list_(k) if "[" in types[n] else k for n, k in kinds.items()})
+    with replacing(Path(path)) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+        for group in _groups(chain([] if first is None else [first], records)):
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
 
 
 Record = Mapping[str, Any]
@@ -270,12 +273,7 @@ def _types(first: Record | None) -> dict[str, str]:
     }
 
 
-def pyarrow_modules() -> tuple[Any, Any]:
-    """Import ``pyarrow`` and ``pyarrow.parquet``.
-
-    Raises:
-        ConfigError: they are not installed.
-    """
+def _pyarrow_modules() -> tuple[Any, Any]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -286,27 +284,7 @@ def pyarrow_modules() -> tuple[Any, Any]:
     return pa, pq
 
 
-def write_parquet(path: Path, types: Mapping[str, str], records: Iterable[Record]) -> None:
-    """Write records that have ``input_ids``, some thousand tokens in memory at a time.
-
-    Args:
-        path: of the file, which is written whole or not at all.
-        types: of the columns, by name: Arrow's names, those of lists in brackets.
-        records: one a row.
-
-    Raises:
-        ConfigError: pyarrow is missing.
-    """
-    pa, pq = pyarrow_modules()
-    kinds = {name: pa.type_for_alias(kind.strip("[]")) for name, kind in types.items()}
-    schema = pa.schema({n: pa.list_(k) if "[" in types[n] else k for n, k in kinds.items()})
-    with replacing(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
-        for group in _groups(records):
-            writer.write_table(pa.Table.from_pylist(group, schema=schema))
-
-
 def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Records of about ``_GROUP`` tokens at a time."""
     group: list[Record] = []
     size = 0
     for record in records:
@@ -331,9 +309,14 @@ def read_values(path: str | Path) -> Iterator[ScoredExample]:
         DataError: a file that cannot be read, or holds something else.
     """
     path = Path(path)
-    for file in value_files(path) if path.is_dir() else [path]:
-        with _readable(file):
-            yield from _parquet(file)
+    _, pq = _pyarrow_modules()
+    for part in value_files(path) if path.is_dir() else [path]:
+        with _readable(part), pq.ParquetFile(part) as file:
+            for batch in file.iter_batches(batch_size=_ROWS):
+                columns = [column.to_numpy(zero_copy_only=False) for column in batch.columns]
+                for entries in zip(*columns, strict=True):
+                    named = zip(batch.schema.names, entries, strict=True)
+                    yield _example({name: entry for name, entry in named if entry is not None})
 
 
 def read_row_values(folder: Path) -> dict[str, NDArray[Any]]:
@@ -345,7 +328,7 @@ def read_row_values(folder: Path) -> dict[str, NDArray[Any]]:
     Raises:
         DataError: a file that cannot be read, or holds something else.
     """
-    _, pq = pyarrow_modules()
+    _, pq = _pyarrow_modules()
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in _BY_ROW}
     for path in value_files(folder):
         with _readable(path), pq.ParquetFile(path) as file:
@@ -357,7 +340,6 @@ def read_row_values(folder: Path) -> dict[str, NDArray[Any]]:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Name the file in whatever goes wrong inside."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError) as problem:  # pyarrow's are ValueErrors
@@ -366,16 +348,6 @@ def _readable(path: Path) -> Iterator[None]:
             got=f"{path}: {type(problem).__name__}: {problem}",
             remedy="score again; the file is truncated or not one of ours",
         ) from problem
-
-
-def _parquet(path: Path) -> Iterator[ScoredExample]:
-    _, pq = pyarrow_modules()
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=_ROWS):
-            columns = [column.to_numpy(zero_copy_only=False) for column in batch.columns]
-            for entries in zip(*columns, strict=True):
-                named = zip(batch.schema.names, entries, strict=True)
-                yield _example({name: entry for name, entry in named if entry is not None})
 
 
 def _example(record: Record) -> ScoredExample:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.errors import InputError, NumericalError, require_choice
-from alphatoken.support.finite import refuse_first
+from alphatoken.support.precision import refuse_first
 
 __all__ = [
     "check_values",

@@ -1,8 +1,7 @@
 """Helpers that any room may use and on which no formula depends.
 
 * :mod:`~alphatoken.support.precision`: the one rule on arithmetic, float32 at least in every
-  sum;
-* :mod:`~alphatoken.support.finite`: the first number that is none is refused, row and token named;
+  sum; the first number that is not finite is refused, row and token named;
 * :mod:`~alphatoken.support.options`: a field of a dataclass with its help beside its default;
 * :mod:`~alphatoken.support.progress`: done, rate and time left of a long computation;
 * :mod:`~alphatoken.support.resume`: whether a run is the same run: digests, settings compared;

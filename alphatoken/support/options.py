@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any
+from inspect import cleandoc
+from typing import Any, TypeVar
 
 from alphatoken.errors import ConfigError, require_choice
 
-__all__ = ["Limits", "check_options", "limits_of", "option", "same_option"]
+__all__ = [
+    "Limits",
+    "check_options",
+    "limits_of",
+    "option",
+    "same_option",
+    "with_options_in_docstring",
+]
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ def option(
         optional: None is allowed; left out, where it is the default.
         within: the values in words.
         why: what goes wrong outside.
-        **flag: how its flag is written on a command line, see ``alphatoken.cli.options``.
+        **flag: how its flag is written on a command line, see ``alphatoken.cli.program``.
     """
     metadata = {"help": help, **flag}
     made: Any
@@ -133,6 +141,16 @@ def same_option(owner: type, name: str, *, default: Any = MISSING, **limits: Any
     made: Any = field(default=written, metadata=source.metadata)
     _LIMITS[made] = replace(limits_of(source), **limits)
     return made
+
+
+T = TypeVar("T")
+
+
+def with_options_in_docstring(kind: type[T]) -> type[T]:
+    """The dataclass, with the help of each of its options among its docstring's attributes."""
+    lines = [f"    {one.name}: {one.metadata['help']}." for one in fields(kind)]  # type: ignore[arg-type]
+    kind.__doc__ = "\n\n".join([cleandoc(kind.__doc__ or ""), "\n".join(["Attributes:", *lines])])
+    return kind
 
 
 def limits_of(one: Field[Any]) -> Limits:

@@ -1,4 +1,4 @@
-"""The one rule on arithmetic: never accumulate in less than float32."""
+"""The one rule on arithmetic, float32 at least in every sum; and refusal of what is not finite."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
+from jaxtyping import Bool, Shaped
 from torch import Tensor, nn
 
 from alphatoken.errors import AlphaTokenError, NumericalError
 
-__all__ = ["DEVICES", "blocks", "float16_named", "full_precision", "wide"]
+__all__ = [
+    "DEVICES",
+    "blocks",
+    "float16_named",
+    "full_precision",
+    "refuse_first",
+    "wide",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -29,22 +37,19 @@ def wide(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same numbers of several tensors of one shape, flat, a block at a time.
-
-    Whoever sums in float64 widens a block, and holds no wide copy of a whole tensor.
-    """
+    """The same numbers of several tensors of one shape, flat, a block at a time."""
+    # Whoever sums in float64 widens a block, and holds no wide copy of a whole tensor.
     return zip(*(tensor.reshape(-1).split(_BLOCK) for tensor in tensors), strict=True)
 
 
 def full_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run ``function`` with autocast off: it would turn every matrix product into bfloat16.
-
-    Values are often asked for inside a training step's ``torch.autocast``. It goes on governing the
-    model's own arithmetic, while the contractions and sums of this library stay in full precision.
-    """
+    """Run ``function`` with autocast off: it would turn every matrix product into bfloat16."""
 
     @functools.wraps(function)
     def widened(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # Values are often asked for inside a training step's torch.autocast. It goes on governing
+        # the model's own arithmetic, while the contractions and sums of this library stay in full
+        # precision.
         active = [device for device in DEVICES if torch.is_autocast_enabled(device)]
         try:
             for device in active:
@@ -63,9 +68,6 @@ def float16_named(
 ) -> Iterator[None]:
     """Context in which refusals by numbers name float16, where the model computes in it.
 
-    Activations of large models leave its range upwards, and their gradients downwards. What is
-    then wrong with the numbers is neither the model's fault nor mended by another estimator.
-
     Args:
         model: whose parameters, or autocast around it, say what it computes in.
         kinds: of errors that are raised for what numbers are.
@@ -73,6 +75,9 @@ def float16_named(
     try:
         yield
     except kinds as error:
+        # Activations of large models leave its range upwards, and their gradients downwards. What
+        # is then wrong with the numbers is neither the model's fault nor mended by another
+        # estimator.
         dtypes = {parameter.dtype for parameter in model.parameters()}
         dtypes |= {torch.get_autocast_dtype(d) for d in DEVICES if torch.is_autocast_enabled(d)}
         if torch.float16 not in dtypes or error.why == _RANGE:
@@ -90,3 +95,16 @@ _RANGE = (
     "float16 ends at 65,504 and has nothing but 0 below 6e-8, so that large activations are lost, "
     "and gradients through them"
 )
+
+
+def refuse_first(
+    bad: Bool[Tensor, "b t"], values: Shaped[Tensor, "b t"], what: str, *, why: str, remedy: str
+) -> None:
+    """Raise NumericalError for the first number of a batch that is ``bad``, by row and token.
+
+    ``what`` is wrong, ``why`` and ``remedy`` are as in :class:`AlphaTokenError`.
+    """
+    if bool(bad.any()):
+        row, index = bad.nonzero()[0].tolist()
+        got = f"{float(values.detach()[row, index])} at row {row}, token {index}"
+        raise NumericalError(what, got=got, why=why, remedy=remedy)

@@ -73,7 +73,7 @@ class Tracker:
         """Show it from ``delay`` on, in place of what it is a part of."""
         _INNER.append(id(self))
         if not callable(self._progress):
-            self.tell(self._progress)
+            self._show(self._progress)
         return self
 
     def __exit__(
@@ -97,15 +97,15 @@ class Tracker:
     def report(self, done: int) -> None:
         """Report that ``done`` items are finished."""
         self.done = done
-        self.tell(self._progress)
+        if callable(self._progress):
+            self._progress(self)
+        else:
+            self._show(self._progress)
 
-    def tell(self, progress: bool | ProgressSink | None) -> None:
-        """Call, or print to stderr."""
-        if callable(progress):
-            progress(self)
-            return
+    def _show(self, progress: bool | None) -> None:
         if progress is None:
-            shown = sys.stderr.isatty() if (said := _SHOWN.get()) is None else said
+            shown = _SHOWN.get()
+            shown = sys.stderr.isatty() if shown is None else shown
             progress = shown and os.environ.get("LOCAL_RANK", "0") == "0"
         if progress and not self._over.is_set():
             self._watch()
@@ -116,11 +116,10 @@ class Tracker:
         if not self._watched:
             self._watched = True
             waits = chain([self._delay or _FIRST], repeat(_EVERY))
-            told = (ref(self), self._over, waits)
-            Thread(target=_shown_now_and_then, args=told, daemon=True).start()
+            arguments = (ref(self), self._over, waits)
+            Thread(target=_shown_now_and_then, args=arguments, daemon=True).start()
 
     def _print(self) -> None:
-        """Show the note and where it stands, if it is time."""
         with self._lock:
             seconds, finished = time.monotonic() - self._begun, self.done >= self.total
             if seconds < self._delay or self._over.is_set():

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alphatoken.errors import AlphaTokenError, ConfigError, DataError
+from alphatoken.errors import AlphaTokenError, ConfigError, DataError, short
 
 __all__ = [
     "SAMPLED_NUMBERS",
@@ -167,15 +167,7 @@ def refuse_changes(
     remedy: str,
     error: type[AlphaTokenError] = ConfigError,
 ) -> None:
-    """Raise unless ``changes`` is empty; the message names each setting and both its values.
-
-    Args:
-        changes: of :func:`changed_settings`.
-        what: begins the message.
-        why: the differences matter.
-        remedy: what the user can do.
-        error: type of the error.
-    """
+    """Raise unless ``changes`` is empty; the message names each setting and both its values."""
     if changes:
         raise error(
             f"{what}: it differs in {', '.join(changes)}",
@@ -199,22 +191,12 @@ def refuse_other_run(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None
     )
 
 
-_LONGEST = 200
-"""Characters of a value in a message."""
-
-
 def describe_changes(changes: Changes) -> str:
     """Each change in words, with both values."""
     return "; ".join(
-        f"{name}: {_shortened(old)} then, {_shortened(new)} now"
+        f"{name}: {short(repr(old), 200)} then, {short(repr(new), 200)} now"
         for name, (old, new) in changes.items()
     )
-
-
-def _shortened(value: Any) -> str:
-    """The value as Python writes it; of one that is long, such as a list of names, its ends."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-20:]}"
 
 
 def read_run(path: Path) -> dict[str, Any]:
@@ -255,11 +237,6 @@ def require_writable(folder: str | Path, option: str = "--output_dir") -> None:
 
 def check_output_file(path: str | Path, inputs: Iterable[str | None], *, replace: bool) -> None:
     """Check that a file can be written, and that nothing is lost by it, before anything is read.
-
-    Args:
-        path: to be written.
-        inputs: what is read; None is passed over.
-        replace: an earlier file may go.
 
     Raises:
         ConfigError: a folder, an input, or a file that is there. DataError: it cannot be written.

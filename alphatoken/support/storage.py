@@ -7,6 +7,7 @@ is read from them, so that a truncated or altered file is refused instead of rea
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -28,6 +29,7 @@ __all__ = [
     "read_json",
     "read_tensors",
     "replacing",
+    "try_lock",
     "write_json",
     "write_jsonl",
     "write_tensors",
@@ -184,3 +186,18 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         pointers.add(own.untyped_storage().data_ptr())
         separate[name] = own
     return separate
+
+
+def try_lock(path: Path) -> int | None:
+    """The file, locked by this process until it ends; None where another one holds it.
+
+    Not inherited by processes that are started from here.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle

@@ -4,11 +4,11 @@ Needs ``alphatoken[train]``. Names are imported on first use, so that options ca
 TRL. Below ``sft``, ``dpo`` and ``trainer``, which say how one kind of trainer makes a loss of
 response tokens, the room is read from a step of training:
 
-1. :mod:`~alphatoken.train.options`, ``checks``, ``python_rows``, ``run_rows``: before the first
-   step. Fields that configurations gain, rows and layouts that are refused by name,
-   validation and retention rows prepared, a Fisher fitted or found (``fisher_cache``).
+1. :mod:`~alphatoken.train.options`, ``refusals``, ``python_rows``, ``run_rows``: before the first
+   step. Fields that configurations gain, what is refused by name, validation and retention rows
+   prepared, a Fisher fitted or read from the cache.
 2. :mod:`~alphatoken.train.mixin`: the hooks. ``get_batch_samples`` lets a weigher plan the step;
-   ``compute_loss`` hands it each micro-batch (:mod:`~alphatoken.train.micro_batch`).
+   ``compute_loss`` hands it each micro-batch (``MicroBatch``).
    Parts of a run see of the trainer what :mod:`~alphatoken.train.interface` names, and weigher and
    valuation its loss alone.
 3. :mod:`~alphatoken.train.weigher`: from a policy (``policy``, ``policies``, ``policy_stage``) to
@@ -16,12 +16,12 @@ response tokens, the room is read from a step of training:
    validation rows and direction hold at a step, are in ``valuation`` and ``pool``.
 4. :mod:`~alphatoken.train.log_prob_proxy`: weights act on the update and not on the loss that
    is reported.
-5. :mod:`~alphatoken.train.records`: what was trained with which weight. ``monitor`` for logs,
-   ``ledger`` and ``documents`` for values over the run, ``results`` for what is left at the end.
-6. :mod:`~alphatoken.train.checkpoint`: checkpoints that are whole or not there (``manifest``), and
-   runs that go on from them to the same bits (``identity``).
+5. :mod:`~alphatoken.train.records`: what was trained with which weight, for the logs and, with
+   ``ledger``, for values over the run.
+6. :mod:`~alphatoken.train.checkpoint`: checkpoints that are whole or not there, and runs that go on
+   from them bitwise; ``manifest`` says what a checkpoint holds and whose it is.
 
-``distributed``, ``layouts`` and ``shards`` hold what changes with several processes.
+``distributed`` and ``shards`` hold what changes with several processes.
 
 **Mathematics**: the weighted update is eq. sft_masked_loss and eq. dpo_masked_loss, the ledger the
 in-run values of Appendix A. **May import** the scorer and the rooms of the core, ``data`` and

@@ -3,7 +3,9 @@
 A checkpoint is written beside its place and renamed into it when it is complete: a process that is
 killed at any moment leaves every ``checkpoint-N`` either whole or absent. It holds all that the
 rest of the run depends on: what transformers saves, the trainer's own state (``alpha_state``), and
-the statistics gathered since the last log.
+the statistics gathered since the last log. Of callbacks, transformers saves what an
+``ExportableState`` says of itself. Tensors of any other, such as an average of the weights, are in
+no checkpoint: a run goes on only if they are what they were, by 1,024 numbers of each.
 
 Exact: a run that was killed and resumed ends with the bits of one that was not (same machine and
 library versions, deterministic kernels).
@@ -14,26 +16,28 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
-from transformers import TrainerCallback
+from torch import Tensor, nn
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from alphatoken.errors import AlphaTokenError, DataError
-from alphatoken.support.storage import flush, read_tensors, write_tensors
-from alphatoken.train.callback_state import (
-    Digests,
-    refuse_lost_tensors,
-    restore_states,
-    tensor_digests,
-    warn_of_tensors,
+from alphatoken.errors import (
+    AlphaTokenError,
+    AlphaTokenWarning,
+    ConfigError,
+    DataError,
+    warn_caller,
 )
+from alphatoken.support.storage import flush, read_tensors, write_tensors
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.manifest import (
     Manifest,
@@ -41,6 +45,7 @@ from alphatoken.train.manifest import (
     note_run,
     require_same_run,
     rotate,
+    weights_fingerprint,
     write_manifest,
 )
 
@@ -49,6 +54,9 @@ __all__ = ["STAGING", "RunCheckpoints"]
 STAGING = "_alphatoken-saving"
 """Folder of an unfinished checkpoint. The underscore keeps it out of uploads to the hub."""
 _OWN = "alphatoken-rank{}.safetensors"
+
+Digests = Mapping[str, str | None]
+"""By callback, of the tensors that it holds; None where it holds none."""
 
 
 class RunCheckpoints(TrainerCallback):
@@ -72,8 +80,8 @@ class RunCheckpoints(TrainerCallback):
         self._trainer: Any = trainer
         self._facts = facts
         self._run = ""
-        self._begun: Digests = {}
-        self._told = False
+        self._digests_at_start: Digests = {}
+        self._warned_of_tensors = False
         self.resuming: Path | None = None
         self.staging = False
         self.random_state_loaded = False
@@ -92,6 +100,7 @@ class RunCheckpoints(TrainerCallback):
                 outcome[0] = self._find(wanted, allow_changed)
             except AlphaTokenError as problem:
                 outcome[1] = problem
+        # Raised by one process alone, an error would leave the others waiting.
         broadcast_object_list(outcome)
         if outcome[1] is not None:
             raise outcome[1]
@@ -101,7 +110,6 @@ class RunCheckpoints(TrainerCallback):
     def _find(
         self, wanted: str | bool | None, allow_changed: Collection[str]
     ) -> tuple[str | None, str]:
-        """The checkpoint to go on from, if any, and the name of the run (one process only)."""
         assert self._facts is not None
         output_dir = Path(str(self._trainer.args.output_dir))
         shutil.rmtree(output_dir / STAGING, ignore_errors=True)
@@ -115,21 +123,35 @@ class RunCheckpoints(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Load own state; on every attempt of ``auto_find_batch_size``."""
         self.random_state_loaded = False
-        self._begun = self._callback_tensors()
+        self._digests_at_start = self._callback_tensors()
         if self.resuming is not None:
             states = self._trainer.state.stateful_callbacks
-            restore_states(self._trainer.callback_handler.callbacks, states)
+            _restore_states(self._trainer.callback_handler.callbacks, states)
             self._load_own(self.resuming)
 
     def _callback_tensors(self) -> Digests:
+        """Digests of the tensors that callbacks hold, the weights of the models left out."""
         models = (self._trainer.model, getattr(self._trainer, "ref_model", None))
-        callbacks = self._trainer.callback_handler.callbacks
-        return tensor_digests(callbacks, [model for model in models if model is not None])
+        own = {id(p) for model in models if model is not None for p in model.parameters()}
+        digests: dict[str, str | None] = {}
+        numbers: Counter[str] = Counter()
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                continue
+            kind = type(callback).__qualname__
+            numbers[kind] += 1
+            tensors = {
+                name: tensor
+                for name, tensor in _tensors("", vars(callback))
+                if id(tensor) not in own and tensor.layout == torch.strided and not tensor.is_meta
+            }
+            digests[f"{kind} ({numbers[kind]})"] = weights_fingerprint(tensors)
+        return digests
 
     def _load_own(self, folder: Path) -> None:
         trainer = self._trainer
         tensors, metadata = read_tensors(self._own_file(folder))
-        refuse_lost_tensors(json.loads(metadata["callbacks"]), self._begun)
+        self._refuse_lost_tensors(json.loads(metadata["callbacks"]))
         loss = tensors.pop("loss").to(trainer._tr_loss.device)
         since_log = json.loads(metadata["since_log"])
         trainer._tr_loss += loss
@@ -143,6 +165,24 @@ class RunCheckpoints(TrainerCallback):
         # Copies: what is read stays mapped to a file that rotation will remove.
         own = {name.removeprefix("alpha/"): tensor.clone() for name, tensor in tensors.items()}
         trainer.load_alpha_state(own, json.loads(metadata["alpha"]))
+
+    def _refuse_lost_tensors(self, saved: Digests) -> None:
+        """Refuse a callback whose tensors are not those of the checkpoint, which has only digests.
+
+        Raises:
+            ConfigError: names the callbacks.
+        """
+        now = self._digests_at_start
+        lost = [name for name in saved.keys() & now.keys() if saved[name] != now[name]]
+        if lost:
+            raise ConfigError(
+                "a callback holds other tensors than at the checkpoint, which has none of them",
+                got=", ".join(sorted(lost)),
+                why="what it gathered before would be missing, and the run would be another one",
+                remedy="train from the start, or resume without it; a callback may restore its "
+                "tensors in on_train_begin, and transformers saves what an ExportableState says of "
+                "itself",
+            )
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -166,6 +206,7 @@ class RunCheckpoints(TrainerCallback):
         staged = run_dir / STAGING / final.name
         if args.should_save:
             shutil.rmtree(run_dir / STAGING, ignore_errors=True)
+        # No process writes before what an earlier save has left is gone.
         trainer.accelerator.wait_for_everyone()
         try:
             self._write(write, staged)
@@ -186,8 +227,8 @@ class RunCheckpoints(TrainerCallback):
         return final
 
     def _write(self, write: Callable[[], None], staged: Path) -> None:
-        """Everything of this process, into the staging folder."""
         args, state = self._trainer.args, self._trainer.state
+        # Old checkpoints go, and the hub is written to, when this one is in its place.
         limit, push = args.save_total_limit, args.push_to_hub
         args.save_total_limit, args.push_to_hub, self.staging = None, False, True
         try:
@@ -195,6 +236,7 @@ class RunCheckpoints(TrainerCallback):
         finally:
             args.save_total_limit, args.push_to_hub = limit, push
             self.staging = False
+        # transformers has noted the folder that it wrote to.
         if state.best_model_checkpoint == str(staged):
             state.best_model_checkpoint = str(staged.parents[1] / staged.name)
             if args.should_save:
@@ -208,7 +250,6 @@ class RunCheckpoints(TrainerCallback):
         return folder / _OWN.format(index)
 
     def _save_own(self, folder: Path) -> None:
-        """The trainer's state, and what transformers and TRL have gathered since the last log."""
         trainer = self._trainer
         tensors, values = trainer.alpha_state()
         metrics = getattr(trainer, "_metrics", {}).get("train", {})
@@ -219,11 +260,23 @@ class RunCheckpoints(TrainerCallback):
         }
         own = {f"alpha/{name}": tensor for name, tensor in tensors.items()}
         digests = self._callback_tensors()
-        self._told = self._told or warn_of_tensors(self._begun, digests)
+        self._warn_of_tensors(digests)
         callbacks = {name: digest for name, digest in digests.items() if digest is not None}
         parts = {"alpha": values, "since_log": since_log, "callbacks": callbacks}
         metadata = {name: json.dumps(part) for name, part in parts.items()}
         write_tensors(self._own_file(folder), {**own, "loss": trainer._tr_loss}, metadata)
+
+    def _warn_of_tensors(self, digests: Digests) -> None:
+        """Warn once of callbacks whose tensors have changed since the run began."""
+        changed = [name for name in digests if digests[name] != self._digests_at_start.get(name)]
+        if changed and not self._warned_of_tensors:
+            self._warned_of_tensors = True
+            warn_caller(
+                f"checkpoints do not hold the tensors of {', '.join(changed)}, which change as the "
+                "run goes on: unless that callback takes them up by itself, no run can resume with "
+                "it",
+                AlphaTokenWarning,
+            )
 
     def _complete(self, staged: Path, final: Path) -> None:
         """Seal the folder and put it in its place; a former one of that name goes last."""
@@ -235,6 +288,7 @@ class RunCheckpoints(TrainerCallback):
         assert self._facts is not None
         resumable = not args.save_only_model
         write_manifest(staged, Manifest(state.global_step, self._run, resumable, self._facts))
+        # A folder cannot be renamed onto one that is not empty.
         if final.exists():
             final.rename(staged.with_name("former"))
         staged.rename(final)
@@ -244,7 +298,6 @@ class RunCheckpoints(TrainerCallback):
             rotate(final.parent, args.save_total_limit, final, best, staged.parent)
 
     def _require_shared(self, staged: Path) -> None:
-        """Check that every process wrote into this folder, not into one of the same name."""
         ranks = range(self._trainer.args.world_size)
         missing = [rank for rank in ranks if not self._own_file(staged, rank).exists()]
         if missing:
@@ -253,3 +306,29 @@ class RunCheckpoints(TrainerCallback):
                 got=f"nothing from process {missing[0]} arrived",
                 remedy="a shared file system, or save_on_each_node=True",
             )
+
+
+# --- callbacks ------------------------------------------------------------------------------------
+
+
+def _restore_states(callbacks: Iterable[TrainerCallback], states: Mapping[str, Any]) -> None:
+    """Give callbacks the state that a checkpoint has of them, such as the patience that is left."""
+    exporting = [c for c in callbacks if isinstance(c, ExportableState)]
+    for name in {type(one).__name__ for one in exporting} & states.keys():
+        saved = states[name] if isinstance(states[name], list) else [states[name]]
+        of_name = (one for one in exporting if type(one).__name__ == name)
+        for callback, state in zip(of_name, saved, strict=False):
+            for attribute, value in state.get("attributes", {}).items():
+                setattr(callback, attribute, value)
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        yield from _tensors(name, dict(value.named_parameters()) | dict(value.named_buffers()))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(f"{name}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        yield from _tensors(name, dict(enumerate(value)))

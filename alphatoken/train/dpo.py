@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -22,20 +23,23 @@ from alphatoken.errors import (
     UnsupportedError,
     warn_caller,
 )
-from alphatoken.model.batch import PreferenceBatch
+from alphatoken.model.batch import IGNORE, PreferenceBatch
+from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.support.options import check_options
-from alphatoken.train.datasets import cut_pair
-from alphatoken.train.distributed import Ranks
+from alphatoken.train.distributed import Ranks, sharding_of
 from alphatoken.train.fields import PairFields
-from alphatoken.train.layouts import sharding_of
+from alphatoken.train.log_prob_proxy import LogProbProxy, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.pair_loss import REFERENCE_SUMS, PairLoss
 from alphatoken.train.policy import TokenPolicy
-from alphatoken.train.python_rows import read_pairs
+from alphatoken.train.python_rows import cut_pair, read_pairs
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
+from alphatoken.train.trainer_loss import TrainerLoss
 
-__all__ = ["AlphaDPOConfig", "AlphaDPOTrainer"]
+__all__ = ["REFERENCE_SUMS", "AlphaDPOConfig", "AlphaDPOTrainer", "PairLoss"]
+
+REFERENCE_SUMS = ("ref_chosen_logps", "ref_rejected_logps")
+"""Columns of a batch that hold the reference's log-probability of each response, if it has any."""
 
 _MOVED = "reference/"
 """Before the names of the weights of a reference that has moved, in a checkpoint."""
@@ -83,14 +87,18 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
         own, both = self.max_prompt_length, self.max_length
         return own is not None and (both is None or own < both)
 
+    @property
+    def changed_loss(self) -> dict[str, Any]:
+        """Options whose value makes another loss than plain DPO."""
+        return {n: getattr(self, n) for n, plain in _OWN_LOSS.items() if getattr(self, n) != plain}
+
     def _check_masked_logit(self) -> None:
-        for name, plain in _OWN_LOSS.items():
-            if getattr(self, name) != plain:
-                raise ConfigError(
-                    "masked_logit is defined for one loss only",
-                    got=f"{name}={getattr(self, name)!r}",
-                    remedy=f"{name}={plain!r}",
-                )
+        for name, value in self.changed_loss.items():
+            raise ConfigError(
+                "masked_logit is defined for one loss only",
+                got=f"{name}={value!r}",
+                remedy=f"{name}={_OWN_LOSS[name]!r}",
+            )
         if self.precompute_ref_log_probs:
             raise ConfigError(
                 "masked_logit masks the reference's log-probability of each token",
@@ -114,14 +122,12 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
                 remedy="AlphaSFTTrainer on the chosen responses, or policy='standard'",
             )
         if policy.replaces_loss:
-            for name, neutral in _OWN_LOSS.items():
-                if getattr(self, name) != neutral:
-                    raise ConfigError(
-                        f"policy '{policy.name}' has a loss of its own, "
-                        f"which {name} does not change",
-                        got=f"{name}={getattr(self, name)!r}",
-                        remedy="leave it out; the policy's base loss is in policy_options",
-                    )
+            for name, value in self.changed_loss.items():
+                raise ConfigError(
+                    f"policy '{policy.name}' has a loss of its own, which {name} does not change",
+                    got=f"{name}={value!r}",
+                    remedy="leave it out; the policy's base loss is in policy_options",
+                )
             own = getattr(policy, "beta", self.beta)
             if self.beta not in (own, type(self).beta):
                 raise ConfigError(
@@ -139,6 +145,122 @@ class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
             )
 
 
+class PairLoss(TrainerLoss):
+    """Any of TRL's preference losses: (2n, t) batches, chosen rows first, then rejected ones."""
+
+    @property
+    def reference_model(self) -> Any:
+        """The reference; the model itself where that is it with its adapter off or exchanged."""
+        trainer = self._trainer
+        return trainer.model if trainer.ref_model is None else trainer.ref_model
+
+    def reference_sums(self, model: Any, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """TRL's log-probabilities of both responses under the reference, with ``model`` for it."""
+        with torch.no_grad():
+            sums = self._trainer.compute_ref_log_probs(model=model, inputs=dict(inputs))
+        return dict(zip(REFERENCE_SUMS, sums, strict=True))
+
+    def loss_labels(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The completions of both branches, chosen rows first."""
+        labels: Tensor = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
+        return labels
+
+    def rank_groups(self, rows: int) -> list[slice]:
+        """Chosen and rejected by themselves, unless ``shared_threshold``."""
+        if self.args.shared_threshold:
+            return [slice(0, rows)]
+        return [slice(0, rows // 2), slice(rows // 2, rows)]
+
+    def of(self, proxy: LogProbProxy, inputs: dict[str, Any], num_items: Any) -> Tensor:
+        """TRL's loss; reference log-probabilities that are in the batch are not computed again."""
+        # The flag by which TRL reads them from the batch.
+        before = self._trainer.precompute_ref_logps
+        self._trainer.precompute_ref_logps = before or all(n in inputs for n in REFERENCE_SUMS)
+        try:
+            return super().of(proxy, inputs, num_items)
+        finally:
+            self._trainer.precompute_ref_logps = before
+
+    def own_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Inputs with the reference's log-probabilities, so that valuing runs one model only."""
+        if REFERENCE_SUMS[0] in inputs:
+            return dict(inputs)
+        return {**inputs, **self.reference_sums(self.reference_model, inputs)}
+
+    def reference_log_probs(
+        self, inputs: Mapping[str, Any], policy: TokenPolicy
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        """Inputs with the reference's log-probabilities: sums for TRL, each token's for the policy.
+
+        A policy with a loss of its own that needs neither costs no forward of the reference.
+        """
+        sums, log_probs = dict[str, Tensor](), None
+        if policy.needs.reference:
+            proxy = LogProbProxy(self.reference_model)
+            sums = self.reference_sums(proxy, inputs)
+            assert proxy.log_probs is not None
+            log_probs = by_token(proxy.log_probs)
+        elif policy.replaces_loss and not policy.needs.values:
+            # TRL's loss is computed for its metrics; the rewards logged are ``beta log p`` then.
+            ids = inputs["input_ids"]
+            zeros = torch.zeros(len(ids) // 2, device=ids.device)
+            sums = dict.fromkeys(REFERENCE_SUMS, zeros)
+        return {**inputs, **sums}, log_probs
+
+    def reference_logits(self, policy: TokenPolicy) -> Callable[[Mapping[str, Any]], Tensor] | None:
+        """A plain forward of the reference model, for policies that need all its logits."""
+        if not (policy.needs.reference and policy.needs.model):
+            return None
+
+        def reference_logits(inputs: Mapping[str, Any]) -> Tensor:
+            logits: list[Tensor] = []
+
+            # TRL calls it as a model with its fused head, which forms no logits.
+            def forward(*, labels: Tensor, fused_lm_head: bool, **kwargs: Any) -> Any:
+                logits.append(self.reference_model(**kwargs).logits)
+                log_probs = torch.zeros_like(labels[:, 1:], dtype=torch.float32)
+                return SimpleNamespace(log_probs=log_probs)
+
+            plain = {**inputs, "completion_mask": torch.ones_like(inputs["input_ids"])}
+            plain.pop("labels", None)
+            self.reference_sums(forward, plain)
+            return logits[0]
+
+        return reference_logits
+
+    def value_weights(self, coefficients: Tensor, mask: Tensor, num_items: Any) -> Tensor | None:
+        """``+omega`` on chosen and ``-omega`` on rejected tokens: the loss's own, per pair."""
+        return -by_token(coefficients) * (coefficients.shape[0] // 2)
+
+    def unit(self, mask: Tensor, num_items: Any) -> float:
+        """One over the pairs of the step on this rank."""
+        steps = int(self._trainer.current_gradient_accumulation_steps)
+        return 1.0 / (mask.shape[0] // 2 * steps)
+
+    def final_coefficients(
+        self,
+        proxy: LogProbProxy,
+        coefficients: Tensor,
+        weights: Tensor,
+        inputs: Mapping[str, Any],
+    ) -> Tensor:
+        """Coefficients; under ``masked_logit``, omega comes from the kept tokens' log-ratios."""
+        if not self.args.masked_logit:
+            return coefficients
+        assert proxy.log_probs is not None
+        reference = LogProbProxy(self.reference_model)
+        self.reference_sums(reference, inputs)
+        assert reference.log_probs is not None
+        # The mask acts on policy and reference alike, as it was chosen: whatever divides the loss
+        # scales the update and not the preference.
+        current, fixed = proxy.log_probs.detach().chunk(2), reference.log_probs.chunk(2)
+        kept = weights[:, 1:].to(proxy.log_probs).chunk(2)
+        omega = masked_dpo_coefficient(
+            current[0], current[1], fixed[0], fixed[1], kept[0], kept[1], self._trainer.beta
+        )
+        return torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
+
+
 class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     """TRL's ``DPOTrainer`` that updates on the valuable tokens of both branches.
 
@@ -149,10 +271,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     the chosen, rejected among the rejected, by values of their omega-scaled errors. The reported
     loss, margins and metrics are TRL's own.
 
-    Its arguments are those of TRL's ``DPOTrainer``, where ``args`` are an ``AlphaDPOConfig``;
-    beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``
-    and ``policy`` of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
-    Data sets are preference pairs: the
+    Its arguments are those of TRL's ``DPOTrainer``, where ``args`` are an ``AlphaDPOConfig``, and
+    those of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets are preference pairs: the
     validation objective is DPO's own gradient on them, and the Fisher is of the warm-started model.
 
     Source: eq. dpo_masked_loss. Oracle: ``alphatoken.oracle.preference``.
@@ -175,13 +295,12 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     def say_objective(self) -> None:
         """Say where training and validation pairs have different losses."""
-        args = self.args
-        other = [f"{n}={getattr(args, n)!r}" for n in _OWN_LOSS if getattr(args, n) != _OWN_LOSS[n]]
+        other = [f"{name}={value!r}" for name, value in self.args.changed_loss.items()]
         if other:
             warn_caller(
-                f"validation pairs are measured by plain DPO, -log sigmoid({args.beta:g} s), and "
-                f"not by the training's loss ({', '.join(other)}): values and alpha/validation_* "
-                "are of that objective",
+                "validation pairs are measured by plain DPO, -log sigmoid"
+                f"({self.args.beta:g} s), and not by the training's loss ({', '.join(other)}): "
+                "values and alpha/validation_* are of that objective",
                 AlphaTokenWarning,
             )
 
@@ -220,6 +339,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """State of all trainers, and the weights of a reference that has moved, each once."""
         tensors, values = super().alpha_state()
+        # Of a reference that is spread each process writes its part.
         writes = self.args.should_save or self._reference_sharding is not None
         if writes and self.reference_moved:
             weights = self.reference_weights().items()
@@ -227,7 +347,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         return tensors, values
 
     def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Take back what ``alpha_state`` gave."""
+        """Restore what ``alpha_state`` returned."""
         own = {n: t for n, t in tensors.items() if not n.startswith(_MOVED)}
         super().load_alpha_state(own, values)
         moved = {n.removeprefix(_MOVED): t for n, t in tensors.items() if n.startswith(_MOVED)}
@@ -237,18 +357,17 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         weights, ranks = self.reference_weights(), Ranks(self.accelerator)
         for name, weight in moved.items():
             weights[name].copy_(weight)
+        # The first process has read them, and says whether there is anything to hand on.
         if ranks.broadcast_object(bool(moved)):
             ranks.broadcast(weights.values())
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
     ) -> Any:
-        """TRL's preparation, and each part cut to its own limit where there is one.
-
-        A prompt that is to be cut must not be dropped by TRL before for filling ``max_length``.
-        """
+        """TRL's preparation, and each part cut to its own limit where there is one."""
         limits = (args.max_prompt_length, args.max_response_length)
         if args.cuts_prompts:
+            # TRL would drop a prompt that fills max_length, before it is cut here.
             args = copy.copy(args)
             args.max_length = None
         prepared = super()._prepare_dataset(
@@ -323,7 +442,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     @contextmanager
     def _plain_sums(self) -> Iterator[None]:
-        """Reference log-probabilities as the policy's on validation pairs: without ``ld_alpha``."""
+        """Inside, the reference's log-probabilities are as the policy's: without ``ld_alpha``."""
         before, self.ld_alpha = self.ld_alpha, None
         try:
             yield
@@ -332,7 +451,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
 
     def prepare_pool(self, rows: list[dict[str, Any]]) -> None:
         """Reference log-probabilities of the pool, once where the reference does not move."""
-        if self.args.sync_ref_model:
+        if self.args.sync_ref_model:  # ``row_batch`` asks anew, because the reference moves
             return
         size = self.args.per_device_train_batch_size
         for start in range(0, len(rows), size):

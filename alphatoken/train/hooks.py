@@ -19,7 +19,15 @@ from typing import Any
 
 from alphatoken.errors import UnsupportedError
 
-__all__ = ["MODULES", "NEEDED", "OVERRIDDEN", "require_hooks", "require_names", "without_names"]
+__all__ = [
+    "MODULES",
+    "NEEDED",
+    "OVERRIDDEN",
+    "checkpointing_option",
+    "require_hooks",
+    "require_names",
+    "without_names",
+]
 
 OVERRIDDEN = (
     "_clip_grad_norm", "_get_output_dir",
@@ -58,11 +66,14 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 """Attributes and hooks that DeepSpeed puts on parameters and modules, by its module that does."""
 
 
+def checkpointing_option(args: Any) -> str:
+    """Name of the option for checkpointing in the release of transformers that is installed."""
+    renamed = hasattr(args, "activation_checkpointing")  # in 5.24; the former name goes in 6
+    return "activation_checkpointing" if renamed else "gradient_checkpointing"
+
+
 def require_hooks(trainer: type[Any]) -> None:
     """Check that the libraries below a trainer of ours have what it overrides, calls and reads.
-
-    Args:
-        trainer: ours, or a subclass of it. One without a trainer below in its bases passes.
 
     Raises:
         UnsupportedError: names what is missing.
@@ -73,11 +84,11 @@ def require_hooks(trainer: type[Any]) -> None:
     if not below:
         return
     functions = [f for kind in below for f in vars(kind).values() if isinstance(f, FunctionType)]
-    named = {name for function in functions for name in _names(inspect.unwrap(function).__code__)}
+    used = {name for function in functions for name in _names(inspect.unwrap(function).__code__)}
     defined = {name for kind in below for name in vars(kind)}
-    missing = {name for name in OVERRIDDEN if name not in defined or name not in named}
+    missing = {name for name in OVERRIDDEN if name not in defined or name not in used}
     for kind in below:
-        missing |= set(NEEDED.get(kind.__name__, ())) - defined - named
+        missing |= set(NEEDED.get(kind.__name__, ())) - defined - used
     if missing:
         raise without_names(
             trainer.__name__, ("transformers", "trl"), missing, "'alphatoken[train]'"

@@ -40,12 +40,10 @@ def warn_of_leaks(train: Any, others: Mapping[str, Any], *, text_field: str = "t
 
     Args:
         train: training rows.
-        others: name -> rows, or None.
+        others: name -> rows.
         text_field: TRL's ``dataset_text_field``.
     """
     for name, rows in others.items():
-        if rows is None or train is None:
-            continue
         leaks = leaking_rows(train, rows, text_field=text_field)
         if leaks:
             numbers = ", ".join(map(str, leaks[:5])) + (", ..." if len(leaks) > 5 else "")

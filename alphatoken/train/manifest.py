@@ -1,25 +1,41 @@
-"""Choice of the checkpoint folder to resume from, among those that are complete.
+"""What a checkpoint holds, and whether it is this run's: the folder to resume from.
 
-A folder ``checkpoint-N`` counts only with a valid ``alphatoken.json``: the step, the run, what the
-run depends on, and every file with its size and SHA-256. Whatever a crash, a full disk or an
-interrupted copy left behind is recognised and never resumed from. Nothing here knows the trainer;
-one process calls it.
+A folder ``checkpoint-N`` counts only with a valid ``alphatoken.json``: the step, the run, the facts
+on which its result depends, and every file with its size and SHA-256. Whatever a crash, a full disk
+or an interrupted copy left behind is recognised and never resumed from. The facts are processes,
+trainer, options, data, frozen weights and versions of libraries. What differs is refused by name,
+or noted where the result changes by no more than rounding. Nothing here knows the trainer; one
+process calls it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from alphatoken.errors import ConfigError, DataError, warn_caller
-from alphatoken.support.resume import describe_changes, file_digest, refuse_changes
+from alphatoken.support.resume import (
+    SAMPLED_NUMBERS,
+    Changes,
+    changed_settings,
+    content_digest,
+    describe_changes,
+    file_digest,
+    refuse_changes,
+    tensor_digest,
+)
 from alphatoken.support.storage import flush, read_json, write_json
-from alphatoken.train.identity import split_changes
 
 __all__ = [
     "MANIFEST",
@@ -28,12 +44,18 @@ __all__ = [
     "Manifest",
     "checkpoints",
     "chosen_checkpoint",
+    "dataset_digest",
+    "frozen_fingerprint",
     "latest_complete",
+    "library_versions",
     "note_run",
     "read_manifest",
     "require_same_run",
     "rotate",
+    "run_options",
+    "split_changes",
     "verify",
+    "weights_fingerprint",
     "write_manifest",
 ]
 
@@ -57,7 +79,7 @@ class Manifest:
         step: optimizer steps taken.
         run: random name of the run; a run that is resumed keeps it.
         resumable: whether optimizer and random state are there (not so under ``save_only_model``).
-        facts: that the run's result depends on; see :mod:`alphatoken.train.identity`.
+        facts: that the run's result depends on.
         files: size and digest of every other file, by path inside the folder.
     """
 
@@ -75,8 +97,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         OSError: a file cannot be read or flushed.
         DataError: the manifest itself could not be written.
     """
-    own = (p for p in sorted(folder.rglob("*")) if p.is_file() and p != folder / MANIFEST)
-    files = {path.relative_to(folder).as_posix(): _entry(path) for path in own}
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / MANIFEST:
+            flush(path)
+            entry = {"size": path.stat().st_size, "sha256": file_digest(path, blocks=_BLOCKS)}
+            files[path.relative_to(folder).as_posix()] = entry
     write_json(folder / MANIFEST, {**asdict(manifest), "files": files})
 
 
@@ -133,16 +159,14 @@ def checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """Folders ``checkpoint-N`` by step, complete or not."""
     if not output_dir.is_dir():
         return []
-    named = [(_NAME.fullmatch(path.name), path) for path in output_dir.iterdir()]
-    return sorted((int(match[1]), path) for match, path in named if match and path.is_dir())
+    folders = [(_NAME.fullmatch(path.name), path) for path in output_dir.iterdir()]
+    return sorted((int(match[1]), path) for match, path in folders if match and path.is_dir())
 
 
 def latest_complete(output_dir: Path, run: str | None = None) -> tuple[Path, Manifest] | None:
     """The last complete checkpoint that can be resumed from, fully verified, or None.
 
-    Args:
-        output_dir: of the run.
-        run: take checkpoints of this run only; None takes any.
+    Of this ``run`` alone, if it is named.
     """
     for _, path in reversed(checkpoints(output_dir)):
         try:
@@ -157,8 +181,7 @@ def latest_complete(output_dir: Path, run: str | None = None) -> tuple[Path, Man
 def rotate(output_dir: Path, limit: int | None, newest: Path, best: str | None, bin: Path) -> None:
     """Delete the oldest checkpoints until ``limit`` are left, as transformers does.
 
-    ``newest`` and ``best`` always stay. A folder is moved to ``bin`` first, so that one with its
-    usual name is never half deleted.
+    ``newest`` and ``best`` always stay.
     """
     if limit is None or limit <= 0:
         return
@@ -168,6 +191,7 @@ def rotate(output_dir: Path, limit: int | None, newest: Path, best: str | None, 
     removable = [path for _, path in by_age if path.resolve() not in protected]
     for path in removable[: max(surplus, 0)]:
         bin.mkdir(parents=True, exist_ok=True)
+        # Moved first, so that no folder of a checkpoint's name is ever half deleted.
         shutil.rmtree(path.rename(bin / path.name), ignore_errors=True)
 
 
@@ -182,10 +206,19 @@ def chosen_checkpoint(output_dir: Path, wanted: str | bool | None) -> tuple[Path
     if wanted is not True and wanted != "auto":
         return Path(wanted), verify(Path(wanted))
     latest = latest_complete(output_dir, (read_json(output_dir / RUN) or {}).get("run"))
+    folders = checkpoints(output_dir)
     if latest is None and wanted is True:
-        raise _nothing_to_resume(output_dir)
+        names = ", ".join(path.name for _, path in folders)
+        raise DataError(
+            f"there is no complete checkpoint of this run in '{output_dir}'",
+            got=f"checkpoints there: {names or 'none at all'}",
+            why="the run was stopped before its first save, or those there are of an earlier run "
+            "or of another trainer",
+            remedy="resume_from_checkpoint='auto' to start in this case, the path of an earlier "
+            "run's to go on with that one, or another trainer's as the model of a new run",
+        )
     after = latest[1].step if latest else -1
-    passed = [path.name for step, path in checkpoints(output_dir) if step > after]
+    passed = [path.name for step, path in folders if step > after]
     if passed:
         warn_caller(
             f"passed over, as incomplete or of another run: {', '.join(passed)}; a checkpoint of "
@@ -194,35 +227,17 @@ def chosen_checkpoint(output_dir: Path, wanted: str | bool | None) -> tuple[Path
     return latest
 
 
-def _nothing_to_resume(output_dir: Path) -> DataError:
-    folders = ", ".join(path.name for _, path in checkpoints(output_dir)) or "none at all"
-    return DataError(
-        f"there is no complete checkpoint of this run in '{output_dir}'",
-        got=f"checkpoints there: {folders}",
-        why="the run was stopped before its first save, or those there are of an earlier run or of "
-        "another trainer",
-        remedy="resume_from_checkpoint='auto' to start in this case, the path of an earlier run's "
-        "to go on with that one, or another trainer's as the model of a new run",
-    )
-
-
 def note_run(output_dir: Path, run: str, facts: Mapping[str, Any]) -> None:
     """Leave in the folder which run it belongs to, its options and the libraries' versions."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    told = {name: facts[name] for name in ("options", "versions")}
-    write_json(output_dir / RUN, {"run": run, **told, "results": RESULTS})
+    parts = {name: facts[name] for name in ("options", "versions")}
+    write_json(output_dir / RUN, {"run": run, **parts, "results": RESULTS})
 
 
 def require_same_run(
     path: Path, manifest: Manifest, facts: Mapping[str, Any], allowed: Collection[str]
 ) -> None:
     """Refuse to go on from a checkpoint as another run; warn of what changes it by rounding only.
-
-    Args:
-        path: the checkpoint.
-        manifest: its manifest.
-        facts: what this run's result depends on.
-        allowed: names that may differ.
 
     Raises:
         DataError: the checkpoint holds the model only.
@@ -263,7 +278,119 @@ def require_same_run(
         )
 
 
-def _entry(path: Path) -> dict[str, Any]:
-    flush(path)
-    size = path.stat().st_size
-    return {"size": size, "sha256": file_digest(path, blocks=_BLOCKS)}
+# --- facts on which a run's result depends --------------------------------------------------------
+
+_WATCHING = (
+    "debug", "disable_tqdm", "do_", "eval_", "export_values", "fisher_cache",
+    "greater_is_better", "hub_", "include_", "load_best_model", "log_", "logging_",
+    "metric_for_best", "on_empty", "output_dir",
+    "policy_cache", "project", "push_to_hub", "report_to", "restore_callback", "resume_from",
+    "run_name", "save_",
+    "skip_memory_metrics", "trackio_", "batch_eval_metrics", "per_device_eval", "prediction_loss",
+    "jit_mode", "enable_jit_checkpoint", "ignore_data_skip",
+)  # fmt: skip
+_MACHINE = (
+    "dataloader_multiprocessing", "dataloader_num_workers", "dataloader_in_order",
+    "dataloader_persistent", "dataloader_pin_memory", "dataloader_prefetch", "dataset_num_proc",
+    "ddp_", "deepspeed", "fsdp", "local_rank", "torch_compile",
+    "torch_empty_cache", "use_cpu", "activation_offloading", "parallelism_config",
+    "trust_remote_code",
+)  # fmt: skip
+"""Beginnings of options that say what is watched and written, or where it runs, not what."""
+
+_ROUNDING = (
+    "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
+    "gradient_checkpointing_kwargs", "fisher_batch_size",
+    "precompute_ref_batch_size", "remove_unused_columns", "tf32",
+)  # fmt: skip
+"""Options that say how the same numbers are computed. (A Fisher is compared by itself.)"""
+_LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "alphatoken")
+"""Libraries that a run's bits depend on."""
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the installed libraries that a run's bits depend on."""
+    versions = {}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
+
+
+def run_options(args: Any) -> dict[str, Any]:
+    """The options of a run that its result depends on, as plain JSON values."""
+    names = (field.name for field in dataclasses.fields(args))
+    # Every dataclass field of args counts unless it is known to be about logging, saving,
+    # evaluation or the machine: a field added by a later library version takes part by itself.
+    names = (name for name in names if not name.startswith(_WATCHING + _MACHINE))
+    return {name: _plain(getattr(args, name, None)) for name in sorted(names)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        unordered = isinstance(value, (set, frozenset))
+        return [_plain(item) for item in (sorted(value, key=str) if unordered else value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def split_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()
+) -> tuple[Changes, Changes]:
+    """Changes that alter the result of a run, and changes that alter its rounding only.
+
+    "No more than rounding" leaves draws of dropout out.
+
+    Names that are ``allowed`` may differ; the number of processes may not.
+    """
+    changes = {
+        name: values
+        for name, values in changed_settings(before, now).items()
+        if name not in allowed or name == "processes"
+    }
+    rounding = {name: changes.pop(name) for name in (*_ROUNDING, *_LIBRARIES) if name in changes}
+    return changes, rounding
+
+
+def frozen_fingerprint(model: nn.Module) -> str | None:
+    """Digest of the frozen weights (an adapter's base model), or None if there are none."""
+    # A checkpoint of adapters does not hold them, and adapters on another base are silently wrong.
+    named = model.named_parameters()
+    return weights_fingerprint({n: p for n, p in named if not p.requires_grad and p.numel()})
+
+
+def weights_fingerprint(weights: Mapping[str, Tensor]) -> str | None:
+    """Digest of weights by name, from 1,024 numbers of each; None where there are none."""
+    return tensor_digest(weights.items(), numbers=SAMPLED_NUMBERS) if weights else None
+
+
+def dataset_digest(content: Any) -> str | None:
+    """:func:`~alphatoken.support.resume.content_digest` of a data set, or of other content.
+
+    A ``datasets.Dataset``: every row, through its columns. Mappings and other sequences: every
+    part. The same for the same content, however it is stored or cached. None of None, and of a
+    stream, whose content is not known before it is read.
+    """
+    if content is None or not hasattr(content, "__len__"):
+        return None
+    return content_digest(_parts(content))
+
+
+def _parts(content: Any) -> Iterator[Any]:
+    # One after the other: no data set is held as one text.
+    if hasattr(content, "with_format") and hasattr(content, "column_names"):
+        names = sorted(content.column_names)
+        yield len(content), names
+        for table in content.with_format("arrow").iter(batch_size=1000):
+            yield from (table.column(name).to_pylist() for name in names)
+    elif isinstance(content, Mapping):
+        yield from ((name, content[name]) for name in sorted(content))
+    else:
+        yield from (content[index] for index in range(len(content)))

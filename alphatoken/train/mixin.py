@@ -21,9 +21,9 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,53 +34,48 @@ from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.loading import model_name, unsaid
 from alphatoken.support.storage import write_text
 from alphatoken.train.checkpoint import STAGING, RunCheckpoints
-from alphatoken.train.checks import check_given, check_run, check_tokens
-from alphatoken.train.datasets import check_left, plain_rows, require_rows
-from alphatoken.train.fisher_cache import check_fisher_rows
-from alphatoken.train.fused_head import require_fused_head
+from alphatoken.train.distributed import (
+    check_same_weights,
+    layout,
+    name_wrapped_layers,
+)
 from alphatoken.train.hooks import require_hooks
-from alphatoken.train.identity import (
+from alphatoken.train.interface import TrainerInterface
+from alphatoken.train.leaks import warn_of_leaks
+from alphatoken.train.ledger import ValueLedger
+from alphatoken.train.log_prob_proxy import require_fused_head
+from alphatoken.train.manifest import (
     dataset_digest,
     frozen_fingerprint,
     library_versions,
     run_options,
     weights_fingerprint,
 )
-from alphatoken.train.layouts import (
-    check_same_weights,
-    layout,
-    name_wrapped_layers,
-)
-from alphatoken.train.leaks import warn_of_leaks
-from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.micro_batch import PLAN_KEY, MicroBatchPlan
-from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import TRAINER_POLICIES, chosen_policy
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.policy_stage import prepare_policy
-from alphatoken.train.records import RunRecords
+from alphatoken.train.python_rows import check_left, plain_rows, require_rows
+from alphatoken.train.records import RunRecords, TrainMonitor
 from alphatoken.train.reference import check_reference
+from alphatoken.train.refusals import (
+    check_tokens,
+    raise_first,
+    refused_datasets,
+    refused_runs,
+)
 from alphatoken.train.run_rows import RunRows, prepare_run_rows
-from alphatoken.train.step_guard import StepGuard
 from alphatoken.train.trainer_arguments import bind_arguments, load_model_and_tokenizer
-from alphatoken.train.trainer_loss import TrainerLoss
+from alphatoken.train.trainer_loss import PLAN_KEY, MicroBatchPlan, TrainerLoss
 from alphatoken.train.valuation import Valuation
-from alphatoken.train.weigher import Weigher
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    _Base = Trainer
-else:
-    _Base = object
+from alphatoken.train.weigher import StepGuard, Weigher
 
 __all__ = ["AlphaTrainerMixin", "choose_bf16"]
 
 _WALK = "walk/"
 """Before the names of the weights at a walk's end, in a checkpoint."""
 
-_SAID = {"train": "training", "fisher": "Fisher"}
-"""Name of a data set in messages, where it differs from its own."""
+_NAMES = {"train": "training", "fisher": "Fisher"}
+"""Name of a data set in messages, where it differs from its argument's."""
 
 
 def choose_bf16(args: Any) -> None:
@@ -94,11 +89,6 @@ def choose_bf16(args: Any) -> None:
 
 
 def _own_config(args: Any, ours: type[Any]) -> Any:
-    """``args``, a configuration of the class ``ours``; its defaults for None.
-
-    Raises:
-        ConfigError: it is another one, of TRL's or transformers' too.
-    """
     if args is None:
         return ours()
     if not isinstance(args, ours):
@@ -111,7 +101,7 @@ def _own_config(args: Any, ours: type[Any]) -> Any:
     return args
 
 
-class AlphaTrainerMixin(_Base):
+class AlphaTrainerMixin(TrainerInterface):
     """Token valuation and selection for a trainer; see the module's text.
 
     Args:
@@ -128,27 +118,12 @@ class AlphaTrainerMixin(_Base):
         ConfigError, UnsupportedError: an option that cannot be honoured, by name, before any work.
     """
 
-    # Attributes of TRL's and transformers' trainers, which each of them types differently.
-    args: Any
-    model: Any
-    processing_class: Any
-    train_dataset: Any
-    state: Any
-    accelerator: Any
-    optimizer: Any
-    aux_loss_enabled: bool
-
-    own_collator: Any
-    """The collator that was handed over, or None."""
-
     BASE: ClassVar[type[Any]]
     """The trainer below in the bases: TRL's or transformers'."""
     CONFIG: ClassVar[type[Any]]
     """Our configuration of that trainer."""
     LOSS: ClassVar[type[TrainerLoss]] = TrainerLoss
     """What there is to know of its loss."""
-    BESIDE: ClassVar[tuple[str, ...]] = ()
-    """Columns of a row that its collator hands to the model beside tokens and labels."""
 
     _checkpoints: RunCheckpoints | None = None
     """Of the current call of ``train``, or of the last one; None before the first."""
@@ -169,40 +144,40 @@ class AlphaTrainerMixin(_Base):
         **kwargs: Any,
     ) -> None:
         own = inspect.signature(AlphaTrainerMixin.__init__).parameters
+        # Between ``self, *args`` and ``**kwargs`` stand the arguments that are ours.
         arguments = bind_arguments(type(self), list(own)[2:-1], args, kwargs)
-        arguments["args"] = _own_config(arguments.get("args"), self.CONFIG)
-        options = arguments["args"]
+        options = arguments["args"] = _own_config(arguments.get("args"), self.CONFIG)
         self._policy = chosen_policy(options, policy, options.FAMILY)
         # Settings of a ratio that is named are options of the run, compared under their own names.
         self._settings_are_options = policy is None and options.policy in TRAINER_POLICIES
-        check_fisher_rows(options, fisher, fisher_dataset)
-        if self._policy is not None:
-            options.check_settings()
-            check_given(
-                options, self._policy,
-                validation=validation_dataset is not None, retention=retention_dataset is not None,
-            )  # fmt: skip
+        # Whatever is missing is said here, before a model is loaded and rows are read.
         datasets = {
             "validation": validation_dataset,
             "retention": retention_dataset,
             "fisher": fisher_dataset,
         }
+        if self._policy is not None:
+            options.check_settings()
+        raise_first(refused_datasets(options, self._policy, datasets, fisher))
         if arguments.get("formatting_func") is None:  # else only that knows what a row is
             datasets = self._read_rows(arguments, datasets)
-        validation_dataset, retention_dataset, fisher_dataset = datasets.values()
         check_reference(arguments)
         self.own_collator = arguments.get("data_collator")
         load_model_and_tokenizer(self.BASE, arguments)
         with unsaid(self.BASE.__module__, "your model is already instantiated"):
             super().__init__(**arguments)
+        check_left(arguments.get("train_dataset"), self.train_dataset, self.args)
+        self._make_parts(fisher, datasets)
+
+    def _make_parts(self, fisher: FisherDrift | None, datasets: Mapping[str, Any]) -> None:
+        """Make the parts of the run, once what does not work is refused."""
         self.trainer_loss = self.LOSS(self, super().compute_loss)
         # As it was handed over: training may move it.
         self._reference_digest = weights_fingerprint(self.reference_weights())
-        check_left(arguments.get("train_dataset"), self.train_dataset, self.args)
         if hasattr(self.train_dataset, "__len__"):  # of a stream no row is known yet
             check_tokens(self.train_dataset, self.model, "training")
+        # accelerate ends at a class that the model's family names and this model does not have.
         name_wrapped_layers(self.accelerator, self.model, self.args.fsdp_config)
-        options = self.args
         self.records = RunRecords(self)
         self.weigher: Weigher | None = None
         # A Fisher that was handed over is part of what the run is, also where nothing reads it.
@@ -217,15 +192,16 @@ class AlphaTrainerMixin(_Base):
         if self.BASE.__module__.startswith("trl.") and layout(self.accelerator) != "zero3":
             require_fused_head()
         self.refuse_base()
-        check_run(self.model, self.accelerator, options, self._policy)
+        raise_first(refused_runs(self.accelerator, self.args, self.model, self._policy))
+        # Fisher and passes are taken before FSDP hands the first process's weights to the others.
         check_same_weights(self.accelerator, self.model)
         self.add_callback(self.step_guard)
-        options.check_policy(self._policy)
-        columns = prepare_policy(self, self._policy, validation_dataset)
+        self.args.check_policy(self._policy)
+        columns = prepare_policy(self, self._policy, datasets["validation"])
         if self._policy.needs.values:
             self.say_objective()
             self.rows = prepare_run_rows(
-                self, validation_dataset, retention_dataset, fisher, fisher_dataset
+                self, datasets["validation"], datasets["retention"], fisher, datasets["fisher"]
             )
         valuation = Valuation(
             self.trainer_loss, self.rows, self.monitor, needed=self._policy.needs.values
@@ -233,18 +209,16 @@ class AlphaTrainerMixin(_Base):
         self.weigher = Weigher(self.trainer_loss, self._policy, valuation, self.records, columns)
 
     def _read_rows(self, arguments: dict[str, Any], datasets: dict[str, Any]) -> dict[str, Any]:
-        """All rows in the form that the trainer below reads, checked, compared with each other.
-
-        Puts the training rows into ``arguments``, and returns the others.
-        """
+        """Read, check and compare all rows; training rows go into ``arguments``, others back."""
         args = arguments["args"]
+        # The first process fills the caches of ``datasets``, and the others read them.
         with args.main_process_first(desc="reading rows"):
             by_name = {name: rows for name, rows in datasets.items() if rows is not None}
             if arguments.get("train_dataset") is not None:
                 by_name["train"] = arguments["train_dataset"]
             for name, rows in by_name.items():
-                require_rows(rows, _SAID.get(name, name))
-                by_name[name] = self.read(rows, _SAID.get(name, name), arguments)
+                require_rows(rows, _NAMES.get(name, name))
+                by_name[name] = self.read(rows, _NAMES.get(name, name), arguments)
         plain = {name: plain_rows(rows) for name, rows in by_name.items()}
         train = by_name.pop("train", None)
         if train is not None:
@@ -255,7 +229,6 @@ class AlphaTrainerMixin(_Base):
         return {name: by_name.get(name) for name in datasets}
 
     def _refuse_virtual_tokens(self) -> None:
-        """Refuse prefix, prompt and P-tuning, which put tokens before the batch's own."""
         if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedError(
                 "prompt learning does not work with token values",
@@ -264,63 +237,19 @@ class AlphaTrainerMixin(_Base):
                 remedy="LoRA, or full fine-tuning",
             )
 
-    # --- what a kind of trainer says of itself ----------------------------------------------------
-
-    @staticmethod
-    def read(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Rows of the caller in the form that the trainer below reads; see ``python_rows``."""
-        raise NotImplementedError
-
-    def refuse_base(self) -> None:
-        """Refuse settings of the trainer below with which no loss is made of log-probabilities."""
-
-    def say_objective(self) -> None:
-        """Warn where validation rows are measured by another loss than training descends."""
+    # --- what a user may look at ------------------------------------------------------------------
 
     def response_labels(self, inputs: Mapping[str, Any]) -> Tensor:
         """Labels (b, t) of the tokens of a training batch that have a value; -100 elsewhere."""
         return self.trainer_loss.response_labels(inputs)
 
-    def reference_weights(self) -> dict[str, Tensor]:
-        """Weights of a reference model that training may move, this process's part of each."""
-        return {}
-
     @property
     def reference_moved(self) -> bool:
-        """True if this process's part of the reference is not what the trainer was given.
+        """Whether this process's part of the reference is not what the trainer was handed.
 
         By 1,024 evenly spread numbers of each weight, which a moving average changes all.
         """
         return weights_fingerprint(self.reference_weights()) != self._reference_digest
-
-    def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
-        """Tokenised rows of a validation or retention dataset."""
-        raise NotImplementedError
-
-    def row_batch(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        """Tokenised rows as one batch on the model's device."""
-        raise NotImplementedError
-
-    def tokenised(self, dataset: Any, name: str) -> Any:
-        """Rows in the form of the training rows, tokenised like them; never packed."""
-        raise NotImplementedError
-
-    def fisher_prompts(self, rows: Any, samples: int) -> list[list[int]]:
-        """Prompts of the first tokenised rows, for the Fisher's responses."""
-        raise NotImplementedError
-
-    def row_length(self, row: Mapping[str, Any]) -> int:
-        """Tokens of a tokenised row in a batch; of a pair's longer sequence, as it is cut."""
-        return len(row["input_ids"])
-
-    def prepare_pool(self, rows: list[dict[str, Any]]) -> None:
-        """Whatever validation and retention rows need that only the prepared model can give."""
-
-    def export_arguments(self) -> dict[str, Any]:
-        """Arguments by which exported values find their rows again, such as a limit of length."""
-        return {}
-
-    # --- what a user may look at ------------------------------------------------------------------
 
     @property
     def token_policy(self) -> TokenPolicy | None:
@@ -330,12 +259,14 @@ class AlphaTrainerMixin(_Base):
     @property
     def monitor(self) -> TrainMonitor:
         """Statistics between two logs."""
-        return self.records.monitor
+        monitor: TrainMonitor = self.records.monitor
+        return monitor
 
     @property
     def ledger(self) -> ValueLedger:
         """Values of every training token, summed over its visits."""
-        return self.records.ledger
+        ledger: ValueLedger = self.records.ledger
+        return ledger
 
     @property
     def valuation(self) -> Valuation:
@@ -373,7 +304,7 @@ class AlphaTrainerMixin(_Base):
             ConfigError: another number of processes, or options, data or frozen weights that
                 differ; names each.
         """
-        self.remove_callback(RunCheckpoints)
+        self.remove_callback(RunCheckpoints)  # of an earlier call
         run = RunCheckpoints(self, self.run_facts() if self.args.should_save else None)
         run.begin(resume_from_checkpoint, allow_changed)
         self._checkpoints = run
@@ -387,11 +318,9 @@ class AlphaTrainerMixin(_Base):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Micro-batches of one step, each with its number and with what was decided of it ahead.
-
-        A resumed run's random state is set between the two: transformers loads it after this call.
-        """
+        """Micro-batches of one step, each with what the weigher's plan decided of it."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        # transformers loads a resumed run's random state after this call, and a plan draws.
         if self._checkpoints is not None and self._checkpoints.resuming is not None:
             self._load_rng_state(str(self._checkpoints.resuming))
         if self.weigher is None or not samples:
@@ -404,12 +333,10 @@ class AlphaTrainerMixin(_Base):
         return copies, num_items
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Train as transformers does; take out the micro-batch's facts for ``compute_loss``.
-
-        Overrides of ``_prepare_inputs`` and ``compute_loss`` get the batch as the collator made it.
-        """
+        """Train as transformers does; take the plan out of the batch, for ``compute_loss``."""
         if self.weigher is None or PLAN_KEY not in inputs:
             return super().training_step(model, inputs, *args, **kwargs)
+        # Overrides of _prepare_inputs and compute_loss get the batch as the collator made it.
         inputs = copy.copy(inputs)
         self._plan = inputs.pop(PLAN_KEY)
         try:
@@ -431,6 +358,7 @@ class AlphaTrainerMixin(_Base):
             UnsupportedError: the batch is of a training loop of the caller's own, or outputs are
                 asked for beside the loss.
         """
+        # Evaluation is by the loss of the trainer below: of all tokens, whatever is trained on.
         if self.weigher is None or not self.model.training:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
@@ -481,14 +409,14 @@ class AlphaTrainerMixin(_Base):
     # --- the checkpoint's part --------------------------------------------------------------------
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Once a resumed run: see :meth:`get_batch_samples`."""
+        # Once a resumed run: get_batch_samples has loaded it already.
         assert self._checkpoints is not None
         if checkpoint is not None and not self._checkpoints.random_state_loaded:
             super()._load_rng_state(checkpoint)
             self._checkpoints.random_state_loaded = True
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run an epoch as in transformers, but no step more when a complete run resumes."""
+        # A complete run that is resumed takes no step more.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
@@ -523,7 +451,7 @@ class AlphaTrainerMixin(_Base):
         return tensors, {"monitor": self.monitor.state_values(), "values": values}
 
     def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Take back what ``alpha_state`` gave.
+        """Restore what ``alpha_state`` returned.
 
         Called once a resumed run, after all other callbacks' ``on_train_begin`` and before the
         first batch is read; model, optimizer and scheduler are loaded by then.

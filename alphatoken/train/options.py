@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
-from alphatoken.config import ScorerConfig
+from alphatoken.config import WALK, ScorerConfig
 from alphatoken.errors import ConfigError, refuse_unknown
-from alphatoken.estimate.names import WALK
 from alphatoken.support.options import check_options
 from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies import (
@@ -24,7 +23,7 @@ from alphatoken.train.policies import (
     read_policy_options,
 )
 from alphatoken.train.policy import PolicySettings, TokenPolicy
-from alphatoken.train.refused_settings import refused_settings
+from alphatoken.train.refusals import contradictions, raise_first, refused_settings
 
 __all__ = ["AlphaOptions"]
 
@@ -60,18 +59,17 @@ class AlphaOptions(AlphaFields):
         self._read_null()
         self._resolve_policy()
         check_options(self, AlphaFields)
-        self._check_combinations()
+        raise_first(contradictions(self))
         self.scorer_config()
         if self.weighs:
             self.check_settings()
 
     def check_settings(self) -> None:
         """Refuse settings under which no token can be weighed."""
-        for refusal in refused_settings(self):
-            raise refusal
+        raise_first(refused_settings(self))
 
     def _read_null(self) -> None:
-        """Text "null" or "none" where an option may be none: argparse knows no other word."""
+        # argparse knows no other word for none.
         for one in fields(AlphaFields):
             if one.default is None and getattr(self, one.name) in ("null", "none"):
                 setattr(self, one.name, None)
@@ -113,37 +111,6 @@ class AlphaOptions(AlphaFields):
             keep_ratio=self.keep_ratio,
             seed=self.value_seed,
         )
-
-    def _check_unit(self) -> None:
-        """Check that responses can be ranked whole."""
-        if self.value_unit == "token":
-            return
-        reasons = {
-            f"policy={self.policy!r}": self.policy not in ("top", "bottom"),
-            **{n: bool(getattr(self, n, False)) for n in ("packing", "padding_free")},
-        }
-        if obstacles := [name for name, present in reasons.items() if present]:
-            raise ConfigError(
-                "value_unit='response' ranks whole responses, one a row, of a batch or a step",
-                got=", ".join(obstacles),
-                remedy="policy='top' without packing, or value_unit='token'",
-            )
-
-    def _check_combinations(self) -> None:
-        if self.objective == "stability" and self.retention == "none":
-            raise ConfigError(
-                "objective='stability' needs a retention term",
-                got="retention='none'",
-                remedy="retention='diagonal', 'kronecker' or 'data'",
-            )
-        if self.estimator == WALK and self.retention != "none" and self.objective != "adaptation":
-            raise ConfigError(
-                "a walk has no stability side",
-                got=f"estimator='walk', retention={self.retention!r}",
-                why="it is steps on the validation rows, and V would take no part",
-                remedy="retention='none', objective='adaptation', or estimator='label'",
-            )
-        self._check_unit()
 
     @property
     def direction_lasts(self) -> int | None:

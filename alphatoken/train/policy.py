@@ -26,7 +26,7 @@ from torch import Tensor
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.select.masks import keep_count, select_top
-from alphatoken.support.finite import refuse_first
+from alphatoken.support.precision import refuse_first
 
 __all__ = [
     "MODES",
@@ -36,6 +36,8 @@ __all__ = [
     "PolicySettings",
     "PolicyStage",
     "TokenPolicy",
+    "chooses_rows",
+    "has_pass",
 ]
 
 MODES = ("native", "budget")
@@ -220,7 +222,7 @@ class TokenPolicy:
 
     @property
     def settings(self) -> PolicySettings:
-        """Settings as given; else the trainer's, or the defaults."""
+        """Its own settings; else the trainer's, or the defaults."""
         return self._settings or PolicySettings()
 
     def bind(self, settings: PolicySettings) -> None:
@@ -228,7 +230,7 @@ class TokenPolicy:
         self._settings = self._settings or settings
 
     def arguments(self) -> dict[str, Any]:
-        """Facts by which two policies differ; a resumed run must have the same."""
+        """Class, plain attributes and settings; a resumed run must have the same."""
         plain = (bool, int, float, str, tuple, list, dict, type(None))
         own = {k: v for k, v in vars(self).items() if isinstance(v, plain) and k[0] != "_"}
         kind = type(self).__qualname__
@@ -272,10 +274,8 @@ class TokenPolicy:
         return self.best(batch, self.native_ratio)
 
     def budget_weights(self, batch: PolicyBatch) -> Tensor:
-        """(b, t), 1 for the best ``keep_ratio`` of the tokens that are ranked together.
-
-        A scope of "dataset" is a matter of the static pass, which knows all tokens.
-        """
+        """(b, t), 1 for the best ``keep_ratio`` of the tokens that are ranked together."""
+        # A scope of "dataset" is a matter of the static pass, which knows all tokens.
         return self.best(batch, self.settings.keep_ratio)
 
     def best(self, batch: PolicyBatch, ratio: float) -> Tensor:
@@ -321,6 +321,7 @@ class TokenPolicy:
         """
         native = self.settings.mode == "native"
         weights = self.native_weights(batch) if native else self.budget_weights(batch)
+        # ``where`` and not a product: what stands off the response may be NaN, and 0 NaN is NaN.
         weights = torch.where(batch.mask, weights.detach(), torch.zeros_like(weights))
         refuse_first(
             ~(weights >= 0) | torch.isinf(weights),
@@ -342,6 +343,7 @@ class TokenPolicy:
         """
         if self.static:
             return self.weights(batch).sum()
+        # What a rule of its own keeps is an outcome of the forward; a share of n tokens is known.
         kind, native = type(self), self.settings.mode == "native"
         if native and kind.native_weights is not TokenPolicy.native_weights:
             return None
@@ -367,3 +369,13 @@ class TokenPolicy:
             weights: what ``weights`` gave.
         """
         return None
+
+
+def chooses_rows(policy: TokenPolicy) -> bool:
+    """True if it trains on some of the rows only."""
+    return type(policy).choose_rows is not TokenPolicy.choose_rows
+
+
+def has_pass(policy: TokenPolicy) -> bool:
+    """True if it looks at all rows before training."""
+    return chooses_rows(policy) or type(policy).prepare is not TokenPolicy.prepare

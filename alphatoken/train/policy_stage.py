@@ -22,57 +22,34 @@ from transformers import PrinterCallback
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.model.loading import text_tokenizer
 from alphatoken.support.storage import write_json
-from alphatoken.train.checks import has_pass
-from alphatoken.train.datasets import plain_rows
-from alphatoken.train.distributed import Ranks
-from alphatoken.train.identity import run_options
+from alphatoken.train.distributed import Ranks, cache_folder, layout, on_accelerator
 from alphatoken.train.interface import TrainerInterface
-from alphatoken.train.layouts import layout
-from alphatoken.train.placement import cache_folder, on_accelerator
-from alphatoken.train.policies.ratio import RATIO_POLICIES
+from alphatoken.train.manifest import run_options
+from alphatoken.train.policies.builtin import RATIO_POLICIES
 from alphatoken.train.policies.trained_weights import copied
-from alphatoken.train.policy import Columns, PolicyStage, TokenPolicy
-from alphatoken.train.selecting import selecting
+from alphatoken.train.policy import Columns, PolicyStage, TokenPolicy, has_pass
+from alphatoken.train.python_rows import plain_rows
+from alphatoken.train.trainer_loss import selecting
 
-__all__ = [
-    "TrainingRows",
-    "kept_random_state",
-    "make_stage",
-    "prepare_policy",
-    "select_rows",
-]
+__all__ = ["TrainingRows", "prepare_policy"]
 
 _PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
 _ROW = ("input_ids", "labels", "seq_lengths")
 
 
 class TrainingRows(Sequence[Mapping[str, Any]]):
-    """The rows of a prepared training set, one mapping each, with only what a policy reads.
+    """The prepared training rows of a trainer, one mapping each, with what a policy reads.
 
     ``input_ids`` and ``labels`` (``seq_lengths`` of packed rows, and what the trainer's collator
     hands to the model beside them), or ``prompt_ids``, ``chosen_ids`` and ``rejected_ids`` cut to
     ``max_length`` as TRL's collator cuts them.
 
-    Args:
-        dataset: a ``datasets.Dataset`` or any sequence of such rows.
-        max_length: of a pair's sequences; None cuts nothing.
-        truncation_mode: TRL's.
-        beside: columns of a tokenised row that reach the model beside its tokens and labels.
-        whole: whether a row has its other columns too, which a collator of one's own may read.
-
     Raises:
         ConfigError: a stream. UnsupportedError, when read: a pair that is cut at its start.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        max_length: int | None = None,
-        truncation_mode: str = "keep_start",
-        *,
-        beside: tuple[str, ...] = (),
-        whole: bool = False,
-    ) -> None:
+    def __init__(self, trainer: TrainerInterface) -> None:
+        dataset, cut = trainer.train_dataset, trainer.export_arguments()
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
                 "all training rows are looked at before training",
@@ -81,8 +58,10 @@ class TrainingRows(Sequence[Mapping[str, Any]]):
                 remedy="give a data set that is held on disk or in memory",
             )
         self._dataset = plain_rows(dataset)
-        self._length, self._mode = max_length, truncation_mode
-        self._whole, self._names = whole, (*_ROW, *beside)
+        self._length, self._mode = cut.get("max_length"), cut.get("truncation_mode")
+        # A collator of the user's own may read any column.
+        self._whole = trainer.own_collator is not None
+        self._names = (*_ROW, *trainer.BESIDE)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -117,8 +96,8 @@ class TrainingRows(Sequence[Mapping[str, Any]]):
 
 
 @contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Inside, random numbers may be drawn; afterwards all generators are as they were."""
+def _isolated_random_state() -> Iterator[None]:
+    """Restores Python's, numpy's and torch's generators afterwards."""
     python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng():
         try:
@@ -134,7 +113,7 @@ def prepare_policy(
 ) -> Columns | None:
     """Let a policy choose the rows of a run and pass over them; then write ``policy.json``.
 
-    Rows that it does not choose are taken out of the trainer.
+    Rows that it does not choose leave the trainer.
 
     Args:
         trainer: built and not yet wrapped.
@@ -150,13 +129,14 @@ def prepare_policy(
     """
     columns: Columns | None = None
     if has_pass(policy):
-        with kept_random_state(), on_accelerator(trainer.model, trainer.accelerator.device):
-            stage = make_stage(trainer, policy, validation)
+        with _isolated_random_state(), on_accelerator(trainer.model, trainer.accelerator.device):
+            stage = _stage(trainer, policy, validation)
             # Processes that chose differently would train on different data sets.
             rows = Ranks(trainer.accelerator).broadcast_object(policy.choose_rows(stage))
             if rows is not None:
-                trainer.train_dataset = select_rows(trainer.train_dataset, rows, policy.name)
-                stage = make_stage(trainer, policy, validation)
+                trainer.train_dataset = _select(trainer.train_dataset, rows, policy.name)
+                # The pass is over the rows that are left.
+                stage = _stage(trainer, policy, validation)
             columns = policy.prepare(stage)
     missing = set(policy.needs.columns) - set(columns.columns if columns else ())
     if missing:
@@ -169,10 +149,7 @@ def prepare_policy(
 
 
 def _write_policy(args: Any, policy: TokenPolicy) -> None:
-    """``policy.json`` in ``output_dir``: what runs under which name, and what its pass found.
-
-    A ratio of the values has neither a pass nor settings that are not options of the run.
-    """
+    # A ratio of the values has neither a pass nor settings that are not options of the run.
     if not args.should_save or type(policy) in RATIO_POLICIES.values():
         return
     folder = Path(str(args.output_dir))
@@ -185,28 +162,13 @@ def _write_policy(args: Any, policy: TokenPolicy) -> None:
     write_json(folder / "policy.json", record)
 
 
-def make_stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> PolicyStage:
-    """The stage of a run whose trainer is built and not yet wrapped.
-
-    Args:
-        trainer: AlphaSFTTrainer or another of ours.
-        policy: of the run; says what it needs.
-        validation: validation data set as it was handed over, or None.
-
-    Raises:
-        ConfigError: a stream.
-    """
+def _stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> PolicyStage:
     options = trainer.args
     asks_for_validation = policy.needs.validation
     can_train_copies = layout(trainer.accelerator) == "single" and policy.family != "preference"
     return PolicyStage(
         model=trainer.model,
-        rows=TrainingRows(
-            trainer.train_dataset,
-            **trainer.export_arguments(),
-            beside=trainer.BESIDE,
-            whole=trainer.own_collator is not None,
-        ),
+        rows=TrainingRows(trainer),
         validation=trainer.prepare_rows(validation, "validation") if asks_for_validation else (),
         row_batch=trainer.row_batch,
         folder=cache_folder(options.policy_cache, options.output_dir, "policies"),
@@ -218,13 +180,7 @@ def make_stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) 
     )
 
 
-def select_rows(dataset: Any, chosen: Sequence[int], name: str) -> Any:
-    """The chosen rows, in the order given.
-
-    Raises:
-        InputError: none, one twice, or one that does not exist.
-        ConfigError: a data set that cannot be selected from.
-    """
+def _select(dataset: Any, chosen: Sequence[int], name: str) -> Any:
     rows = [int(i) for i in chosen]
     if not rows or len(set(rows)) != len(rows) or not 0 <= min(rows) <= max(rows) < len(dataset):
         raise InputError(
@@ -252,9 +208,8 @@ def _train_copy(
     """A copy of the model, trained on tokenised rows by the library's own trainer of this kind.
 
     It inherits the run's arguments but those of ``plain``, the tokenizer, the collator that was
-    handed over, and class and settings of the optimizer. It does not inherit callbacks, trackers,
-    evaluation, a schedule that was handed over, and what a subclass overrides or adds, which may
-    not be there yet: the run's trainer is still being made.
+    handed over, and class and settings of the optimizer; neither callbacks, trackers, evaluation
+    nor a schedule that was handed over.
 
     Args:
         trainer: whose model, tokenizer and arguments are copied; none of them changes.
@@ -266,6 +221,7 @@ def _train_copy(
     """
     from datasets import Dataset
 
+    # What a subclass overrides or adds may not be there yet: the run's trainer is still being made.
     kind = next(k for k in type(trainer).__mro__ if k.__module__.startswith("alphatoken."))
     if kind is not type(trainer):
         print(f"by {kind.__name__}: {type(trainer).__name__} has no part in it", file=sys.stderr)
@@ -293,7 +249,8 @@ def _train_copy(
     )
     inner.remove_callback(PrinterCallback)
     inner.records.listener = record
-    with kept_random_state():
+    # What the run draws afterwards must not depend on whether this was trained now or found.
+    with _isolated_random_state():
         inner.train()
     shutil.rmtree(own_folder, ignore_errors=True)  # records and page of that training, no model
     trained = trainer.accelerator.unwrap_model(inner.model)
@@ -304,15 +261,13 @@ def _train_copy(
 def _optimizer_of(
     trainer: TrainerInterface, options: Mapping[str, Any]
 ) -> tuple[type[Any], dict[str, Any]] | None:
-    """Class and settings of the optimizer that was handed over; None where the options name it.
-
-    An optimizer object already holds the run's own weights, so another of its class is made with
-    the settings of its constructor; those of single parameter groups are not carried over.
-    """
+    """Class and settings of the optimizer that was handed over; None where the options name it."""
     optimizer = trainer.optimizer
     if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
     elif optimizer is not None:
+        # It holds the run's own weights, so another of its class is made with the settings of its
+        # constructor; those of single parameter groups are not carried over.
         kind, parameters = type(optimizer), inspect.signature(type(optimizer).__init__).parameters
         settings = {name: value for name, value in optimizer.defaults.items() if name in parameters}
     else:

@@ -112,11 +112,10 @@ class ValidationPool:
 
 @lru_cache(maxsize=4)
 def _order(pool: ValidationPool, epoch: int) -> tuple[int, ...]:
-    """Order of one epoch; its start depends on those before, back to one that began with a batch.
-
-    There are at most ``batch_size`` epochs from one such to the next.
-    """
+    """Order of one epoch, whose first rows are none of the batch that is still open."""
     size, count = pool.batch_size, len(pool.drawn)
+    # The open batch depends on the epochs before, back to one that began with a batch. There are at
+    # most ``batch_size`` epochs from one such to the next.
     stream: tuple[int, ...] = ()
     for number in range(epoch - epoch % (size // math.gcd(size, count)), epoch + 1):
         begun = number * count % size  # rows that the open batch holds already

@@ -1,16 +1,20 @@
-"""Rows handed over in Python, in TRL's forms; refused where TRL would read them otherwise.
-
-Rows that teach nothing, such as empty responses, are left out or refused by ``on_empty``.
+"""Rows handed over in Python, of whatever library: checked, and none that teaches nothing.
 
 TRL reads ``prompt`` and ``completion``, ``messages``, ``text``, ``input_ids``, and pairs of
-``prompt``, ``chosen`` and ``rejected``; what else a row says it passes over. For the other forms
-that the command line knows, ``alphatoken.data.encode_row`` makes the tokens and labels.
+``prompt``, ``chosen`` and ``rejected``; what else a row says it passes over, so rows that it would
+read otherwise than they are meant are refused. For the other forms that the command line knows,
+``alphatoken.data.encode_row`` makes the tokens and labels.
+
+TRL trains on whatever its preparation leaves over: an empty response, a pair with two equal
+responses or a prompt that fills the whole length cost a place in a batch and teach nothing, or are
+dropped without a word. Here they are left out or refused by ``on_empty``, by row number.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -20,9 +24,15 @@ from typing import Any
 from alphatoken.data import Survey
 from alphatoken.data.messages import CHANGING, CHATS, PROMPTS, RESPONSES, answer_text
 from alphatoken.data.pairs import pair_problem
-from alphatoken.data.token_rows import check_tokens, has_labels
-from alphatoken.data.trl_rows import check_row, in_trls_form
-from alphatoken.errors import InputError
+from alphatoken.data.trl_rows import (
+    check_row,
+    check_tokens,
+    has_labels,
+    in_trls_form,
+    lost_of_messages,
+    other_meaning,
+)
+from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 from alphatoken.model.loading import (
     find_parts,
     load_tokenizer,
@@ -30,13 +40,26 @@ from alphatoken.model.loading import (
     rows_tokenizer,
     text_tokenizer,
 )
-from alphatoken.train.datasets import as_dataset, columns_of, plain_rows, without_rows
 
-__all__ = ["form_of", "read_pairs", "read_rows", "require_tokens", "tokenizer_of"]
+__all__ = [
+    "as_dataset",
+    "check_left",
+    "columns_of",
+    "cut_pair",
+    "form_of",
+    "plain_rows",
+    "read_pairs",
+    "read_rows",
+    "require_rows",
+    "require_tokens",
+    "require_trls_dataset",
+    "tokenizer_of",
+    "without_rows",
+]
 
 _TRLS = {"tools", "chat_template_kwargs", "image", "images"}
 """Columns that TRL reads beside these, or that are refused elsewhere."""
-_LOOKED_AT = 1024
+_FIRST_ROWS = 1024
 """Rows of a stream that are looked at before any work; each is looked at as it is read."""
 
 Problem = Callable[[Mapping[str, Any]], str | None]
@@ -44,12 +67,7 @@ Problem = Callable[[Mapping[str, Any]], str | None]
 
 
 def form_of(columns: Collection[str], text_field: str) -> tuple[str, ...]:
-    """Columns of a row without a pair that TRL reads; none of a form that it does not know.
-
-    Args:
-        columns: of the row.
-        text_field: TRL's ``dataset_text_field``.
-    """
+    """Columns of a row without a pair that TRL reads; none of a form that it does not know."""
     if "input_ids" in columns:
         return ("input_ids",)
     if "prompt" in columns and "completion" in columns:
@@ -60,11 +78,6 @@ def form_of(columns: Collection[str], text_field: str) -> tuple[str, ...]:
 
 def read_rows(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
     """Rows for ``SFTTrainer``, of which TRL loses nothing, without those that teach nothing.
-
-    Args:
-        rows: as the caller handed them over.
-        name: of them, for messages.
-        arguments: of the trainer.
 
     Raises:
         InputError: no rows; no column that TRL reads; TRL would read a row otherwise than it is
@@ -101,9 +114,6 @@ def read_rows(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
 def read_pairs(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
     """Pairs for ``DPOTrainer``, of which TRL loses nothing, without those that teach nothing.
 
-    A prompt by another name would not be refused by TRL: it would look for a common beginning of
-    the two responses instead. Arguments are those of :func:`read_rows`.
-
     Raises:
         InputError: no rows; a needed column is missing; TRL would read a pair otherwise than it is
             meant; pairs with an empty response or two equal ones, by ``on_empty``.
@@ -119,6 +129,8 @@ def read_pairs(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
             remedy="give prompt, chosen and rejected",
         )
     read = columns & {"prompt", "chosen", "rejected"}
+    # A prompt by another name would not be refused by TRL: it would look for a common beginning of
+    # the two responses instead.
     other = {*CHANGING} if "prompt" in columns else {*CHANGING, *PROMPTS, *CHATS}
     return _texts(dataset, name, read, other, arguments, pair_problem)
 
@@ -145,13 +157,11 @@ def require_tokens(
     Raises:
         InputError: names the first row of which something would be lost.
     """
-    rows = plain_rows(dataset)
     if not _reads_no_more(arguments):
-        return _looked_at(dataset, name, arguments, None, _survey_of(rows, name), problem)
-    unread = sorted(columns_of(rows, name) - {*read, "attention_mask"})
-    survey = _survey_of(rows, name, unread)
-    check = partial(check_tokens, name=name, read=read, unread=unread, survey=survey)
-    return _looked_at(dataset, name, arguments, check, survey, problem)
+        return _checked_rows(dataset, name, arguments, None, problem)
+    unread = sorted(columns_of(plain_rows(dataset), name) - {*read, "attention_mask"})
+    check = partial(check_tokens, read=read)
+    return _checked_rows(dataset, name, arguments, check, problem, unread)
 
 
 def tokenizer_of(arguments: Mapping[str, Any]) -> Any:
@@ -166,28 +176,32 @@ def tokenizer_of(arguments: Mapping[str, Any]) -> Any:
 # --- a data set, row by row -----------------------------------------------------------------------
 
 
-def _looked_at(
+def _checked_rows(
     dataset: Any,
     name: str,
     arguments: Mapping[str, Any],
-    check: Callable[[Mapping[str, Any], int], dict[str, Any]] | None,
-    survey: Survey,
+    check: Callable[..., dict[str, Any]] | None,
     problem: Problem | None,
+    unread: Sequence[str] = (),
 ) -> Any:
-    """The data set in TRL's form, without rows that cannot be trained on; logs the survey.
+    """The data set in TRL's form, without rows that cannot be trained on; logs what was read.
 
-    ``check`` refuses a row, or gives its columns in TRL's form; of a stream as it is read, too. A
-    ``problem`` is looked for in each row but a Fisher's, whose responses are not read.
+    ``check`` refuses a row, or gives its columns in TRL's form; of a stream as it is read, too.
     """
     rows, args = plain_rows(dataset), arguments["args"]
     whole = hasattr(rows, "__len__")
+    survey = Survey(f"{name} rows" + f" (of a stream the first {_FIRST_ROWS})" * (not whole))
+    survey.unread |= dict.fromkeys(unread)
+    if check is not None:
+        check = partial(check, name=name, unread=unread, survey=survey)
     problems, any_changes = dict[int, str](), False
-    for number, row in enumerate(islice(rows, None if whole else _LOOKED_AT)):
+    for number, row in enumerate(islice(rows, None if whole else _FIRST_ROWS)):
         changes = {} if check is None else check(row, number)
         any_changes = any_changes or bool(changes)
-        judged = problem if whole and name != "Fisher" else None
-        if judged is not None and (reason := judged({**row, **changes})):
-            problems[number] = reason
+        # The responses of a Fisher's rows are not read, and of a stream no row can be left out.
+        if problem is not None and whole and name != "Fisher":
+            reason = problem({**row, **changes})
+            problems |= {number: reason} if reason else {}
     if args.process_index == 0 and (survey.unread or survey.notes):
         survey.log()
     if not whole and check is not None and hasattr(dataset, "map"):
@@ -197,16 +211,8 @@ def _looked_at(
     return without_rows(problems, dataset, name, args.on_empty)
 
 
-def _survey_of(rows: Any, name: str, unread: Sequence[str] = ()) -> Survey:
-    """A survey without rows yet; the line about a stream is of its first rows."""
-    stream = not hasattr(rows, "__len__")
-    survey = Survey(f"{name} rows" + f" (of a stream the first {_LOOKED_AT})" * stream)
-    survey.unread |= dict.fromkeys(unread)
-    return survey
-
-
 def _reads_no_more(arguments: Mapping[str, Any]) -> bool:
-    """True if nothing but the trainer below reads columns: no collator of the caller's own."""
+    # A collator of the caller's own may read any column.
     return arguments.get("data_collator") is None and bool(arguments["args"].remove_unused_columns)
 
 
@@ -222,24 +228,19 @@ def _texts(
     problem: Problem,
 ) -> Any:
     """The data set of texts or messages, checked; ``other`` columns change what a row says."""
-    rows = plain_rows(dataset)
-    columns = columns_of(rows, name)
+    columns = columns_of(plain_rows(dataset), name)
     unread = sorted(columns - read - _TRLS) if _reads_no_more(arguments) else []
-    survey = _survey_of(rows, name, unread)
     check = partial(
         check_row,
-        name=name,
         read=read,
-        unread=unread,
         beside=sorted((columns - read) & (other - _TRLS)),
         tokenizer=_with_trls_template(arguments["args"], tokenizer_of(arguments)),
-        survey=survey,
     )
-    return _looked_at(dataset, name, arguments, check, survey, problem)
+    return _checked_rows(dataset, name, arguments, check, problem, unread)
 
 
 def _with_trls_template(args: Any, tokenizer: Any) -> Any:
-    """The tokenizer as TRL writes with it: where it marks the answers, by another template."""
+    # Where it marks the answers TRL writes with a template of its own.
     tokenizer = rows_tokenizer(args, tokenizer)
     template = getattr(tokenizer, "chat_template", None)
     marks = re.search(r"{%-?\s*generation", str(template))
@@ -257,10 +258,7 @@ def _with_trls_template(args: Any, tokenizer: Any) -> Any:
 
 
 def _tokens(dataset: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-    """The data set of tokenised rows, whose labels stay as they are, without those that have none.
-
-    Their columns are those that ``SFTTrainer`` reads.
-    """
+    # Labels stay as they are; the columns are those that ``SFTTrainer`` reads.
     columns, args = columns_of(plain_rows(dataset), name), arguments["args"]
     read = {"input_ids", "labels"} & columns
     if "labels" not in columns:
@@ -276,10 +274,234 @@ def _tokens(dataset: Any, name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _completions_only(arguments: Mapping[str, Any]) -> bool:
-    """True if TRL labels the completion alone: it decides by the first training row."""
+    # TRL decides by the first training row.
     only = arguments["args"].completion_only_loss
     if only is not None:
         return bool(only)
     train = arguments.get("train_dataset")
     first = next(iter(train), None) if train is not None else None
     return isinstance(first, Mapping) and {"prompt", "completion"} <= set(first)
+
+
+# --- sets of rows ---------------------------------------------------------------------------------
+
+
+class _PlainRows:
+    """Rows read one by one by their number, tensors and arrays in them as lists."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)  # a data set of one's own may have another end
+        row = self._dataset[index]
+        try:
+            columns = dict(row)
+        except (TypeError, ValueError):
+            raise InputError(
+                "a row of a data set has no columns",
+                got=f"row {index} of a {type(self._dataset).__name__}: {type(row).__name__}",
+                why="rows are read by the names of their columns",
+                remedy="rows as dictionaries, such as {'input_ids': ..., 'labels': ...}",
+            ) from None
+        return {k: v.tolist() if hasattr(v, "tolist") else v for k, v in columns.items()}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+
+def plain_rows(dataset: Any) -> Any:
+    """A data set whose rows are mappings of lists, numbers and texts, for whoever reads them.
+
+    Streams stay, and all that give plain rows already.
+    """
+    kind = (getattr(dataset, "format", None) or {}).get("type")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return dataset
+    if isinstance(dataset, (list, tuple, _PlainRows)):
+        return dataset
+    if hasattr(dataset, "column_names") and kind is None:
+        return dataset
+    # In a format of tensors or with a transform, and of a torch Dataset, rows are tensors, or have
+    # columns that are not those that are stored.
+    return _PlainRows(dataset)
+
+
+def columns_of(dataset: Any, name: str) -> set[str]:
+    """Names of the columns; of a stream that does not know them, those of its first row.
+
+    Raises:
+        InputError: no rows.
+    """
+    columns = getattr(dataset, "column_names", None)
+    first = next(iter(dataset), None)
+    if first is None:
+        raise InputError(f"the {name} data set has no rows", got="0 rows", remedy="give some")
+    return set(columns if columns is not None else first)
+
+
+def as_dataset(rows: Any, name: str) -> Any:
+    """A list of records or of texts as a ``datasets.Dataset``; a data set as it is.
+
+    Raises:
+        InputError: no rows, a path, or a mapping; records that are not of one form; the message
+            says what to give.
+    """
+    if not isinstance(rows, (str, Mapping, list, tuple)):
+        return rows
+    if isinstance(rows, (list, tuple)) and rows:
+        from datasets import Dataset
+
+        if all(isinstance(row, str) for row in rows):
+            return Dataset.from_dict({"text": list(rows)})
+        if all(isinstance(row, Mapping) for row in rows):
+            records = [{**row, **in_trls_form(row, n, name)} for n, row in enumerate(rows)]
+            # ``Dataset.from_list`` would take the first record's columns for all.
+            columns = dict.fromkeys(column for row in records for column in row)
+            return _of_columns({c: [row.get(c) for row in records] for c in columns}, name, records)
+    raise InputError(
+        f"the {name} data set is no set of rows",
+        got=f"{type(rows).__name__}: {str(rows)[:60]!r}",
+        remedy="give a datasets.Dataset (one split of it), a list of records or a list of texts; "
+        "load_dataset('json', data_files=FILE, split='train') reads a file",
+    )
+
+
+def _of_columns(columns: Mapping[str, list[Any]], name: str, rows: Sequence[Any]) -> Any:
+    """A data set of these columns, each of which holds values of one kind.
+
+    Raises:
+        InputError: one holds several; the message names what is lost of ``rows`` first.
+    """
+    import pyarrow as pa
+    from datasets import Dataset
+
+    try:
+        return Dataset.from_dict(columns)
+    except pa.ArrowException as error:
+        for number, row in enumerate(rows):
+            if lost := lost_of_messages(row):
+                raise other_meaning(lost, row, name, number) from None
+        kinds = {c: {type(v).__name__ for v in own if v is not None} for c, own in columns.items()}
+        several = {c: " and ".join(sorted(k)) for c, k in kinds.items() if len(k) > 1}
+        raise InputError(
+            f"the {name} rows are of several forms",
+            got="; ".join(f"{c!r} holds {own}" for c, own in several.items()) or str(error),
+            why="a column of a data set holds values of one kind",
+            remedy="write a column in one kind for all rows: texts, or messages of which each "
+            "field is of one kind",
+        ) from None
+
+
+def require_rows(rows: Any, name: str) -> None:
+    """Refuse tables and iterators of other libraries, which TRL reads in none of its forms.
+
+    Raises:
+        InputError: names what makes a data set of them.
+    """
+    library = type(rows).__module__.partition(".")[0]
+    remedy = {
+        "pandas": "datasets.Dataset.from_pandas(rows, preserve_index=False)",
+        "polars": "datasets.Dataset.from_polars(rows)",
+        "pyarrow": "datasets.Dataset(rows)",
+        "numpy": "datasets.Dataset.from_list(rows.tolist())",
+    }.get(library)
+    if remedy is None and (isinstance(rows, Iterator) or inspect.isfunction(rows)):
+        remedy = (
+            "datasets.Dataset.from_list(list(rows)), or datasets.IterableDataset.from_generator"
+        )
+    if remedy is not None:
+        raise InputError(
+            f"the {name} data set is no set of rows",
+            got=f"{type(rows).__module__}.{type(rows).__qualname__}",
+            why="rows are looked at by their number before training, and again in it",
+            remedy=remedy,
+        )
+
+
+def require_trls_dataset(rows: Any) -> None:
+    """Refuse training rows that TRL does not take.
+
+    Raises:
+        InputError: they are no data set of ``datasets``.
+    """
+    from datasets import Dataset, IterableDataset
+
+    if not isinstance(rows, (Dataset, IterableDataset)):
+        raise InputError(
+            "the training data set is none that TRL reads",
+            got=f"{type(rows).__module__}.{type(rows).__qualname__}",
+            remedy="datasets.Dataset.from_list([dict(row) for row in rows])",
+        )
+
+
+# --- rows that are left out -----------------------------------------------------------------------
+
+
+def without_rows(problems: Mapping[int, str], dataset: Any, name: str, on_empty: str) -> Any:
+    """The data set without rows that cannot be trained on, or an error that names them.
+
+    Args:
+        problems: number of a row, from 0 -> reason for which it cannot be trained on.
+        dataset: the rows.
+        name: of the data set, for messages.
+        on_empty: "error", or "skip" to leave them out with a warning.
+
+    Raises:
+        InputError: holds count and row numbers.
+    """
+    if not problems:
+        return dataset
+    survey, total = Survey(f"{name} rows"), len(dataset)
+    for number, reason in problems.items():
+        survey.leave_out(reason, f"row {number}")
+    can_skip = hasattr(dataset, "select") and len(problems) < total
+    if on_empty == "error" or not can_skip:
+        raise InputError(
+            f"{len(problems)} of {total} {name} rows cannot be trained on",
+            got="; ".join(survey.left_out("rows")),
+            why="they would take a place in a batch and teach nothing, or noise",
+            remedy=f"mend them{', or on_empty=skip leaves them out' if can_skip else ''}",
+        )
+    sentences = survey.left_out(f"of {total} {name} rows left out")
+    warn_caller(f"{'; '.join(sentences)}. on_empty='error' stops instead.", AlphaTokenWarning)
+    return dataset.select([number for number in range(total) if number not in problems])
+
+
+def check_left(rows: Any, prepared: Any, args: Any) -> None:
+    """Count the training rows that the trainer below left out, of which no response token is left.
+
+    Raises:
+        InputError: no row is left.
+    """
+    if not (hasattr(prepared, "__len__") and hasattr(rows, "__len__")):
+        return
+    before, after, limit = len(rows), len(prepared), getattr(args, "max_length", None)
+    if before and not after:
+        raise InputError(
+            "no training row has a response token left",
+            got=f"{before} rows, max_length {limit}",
+            why="there would be nothing to train on",
+            remedy="a larger max_length, or shorter prompts",
+        )
+    # Packed rows are other rows, and are not counted.
+    if after < before and not getattr(args, "packing", False):
+        survey = Survey("training rows")
+        survey.leave_out(f"no response token within max_length={limit}", count=before - after)
+        (sentence,) = survey.left_out(f"of {before} training rows left out")
+        warn_caller(f"{sentence}.", AlphaTokenWarning)
+
+
+def cut_pair(
+    row: Mapping[str, Any], *, max_prompt: int | None, max_response: int | None
+) -> dict[str, Any]:
+    """A tokenised pair whose prompt and responses are each cut to a length of their own."""
+    # A prompt keeps its end, which the response answers; a response keeps its start, which no later
+    # token has changed. So did TRL while it had two limits.
+    prompt = row["prompt_ids"] if max_prompt is None else row["prompt_ids"][-max_prompt:]
+    responses = {name: row[name][:max_response] for name in ("chosen_ids", "rejected_ids")}
+    return {**row, "prompt_ids": prompt, **responses}

@@ -1,29 +1,164 @@
-"""Records of a run: statistics for its logs, the ledger of values, and a page at the end."""
+"""Records of a run: statistics for its logs, the ledger of values, value files and their page.
+
+At the end they lie in ``output_dir/_alphatoken``, as ``alphatoken score`` writes them, with the
+visits of each document.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+import numpy as np
+import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
-from alphatoken.data.pieces import token_texts
+from alphatoken.data.texts import token_texts
+from alphatoken.model.batch import IGNORE
 from alphatoken.model.loading import model_name, text_tokenizer
-from alphatoken.train.datasets import plain_rows
+from alphatoken.score.value_page import summarise, write_report
+from alphatoken.score.values import ScoredExample, Visits, read_values, write_values
+from alphatoken.support.storage import read_json
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.interface import TrainerInterface
-from alphatoken.train.ledger import ValueLedger
-from alphatoken.train.micro_batch import MicroBatch, MicroBatchValues, undivided
-from alphatoken.train.monitor import TrainMonitor
-from alphatoken.train.results import VALUES, export_values, write_run_report
-from alphatoken.values import derivative_notes
+from alphatoken.train.ledger import (
+    BRANCHES,
+    COMPONENTS,
+    UNIT,
+    DocumentValues,
+    ValueLedger,
+    row_documents,
+)
+from alphatoken.train.manifest import RESULTS, RUN
+from alphatoken.train.python_rows import plain_rows
+from alphatoken.train.trainer_loss import MicroBatch, undivided
+from alphatoken.values import TokenValues, derivative_notes
 
-__all__ = ["RunRecords"]
+__all__ = ["REPORT", "VALUES", "RunRecords", "TrainMonitor", "export_values", "write_run_report"]
+
+REPORT = f"{RESULTS}/alphatoken-report.html"
+VALUES = f"{RESULTS}/values"
+"""The page, and the folder of value files, in a run's folder."""
+
+
+class TrainMonitor:
+    """Statistics between two logs: kept tokens, the validation gap, the time.
+
+    They are read once a log, and go wherever the trainer's own logs go, under names that begin with
+    ``alpha/``. What has gathered since the last log is part of a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Tensor | None = None  # (4,): response and kept tokens, sum w, sum w^2
+        self._balance: dict[str, float] = {}
+        self._look: dict[str, float] = {}
+        self._derivatives: dict[str, float] = {}
+        self._scoring = self._direction = 0.0
+
+    @torch.no_grad()
+    def record(self, weights: Tensor, mask: Tensor, values: TokenValues | None) -> None:
+        """Add one micro-batch of this process.
+
+        Args:
+            weights: (b, t) training weight of each token.
+            mask: (b, t) response tokens.
+            values: their values, where the policy needs them.
+        """
+        wide = torch.float32 if mask.device.type == "mps" else torch.float64  # MPS has no float64
+        kept = weights.detach() * mask
+        columns = [
+            mask.sum(),
+            (kept > 0).sum(),
+            kept.sum(dtype=wide),
+            kept.to(wide).square().sum(),
+        ]
+        # Sums stay on the device until a log is due: reading one would wait for it.
+        counts = torch.stack([count.to(mask.device, wide) for count in columns])
+        self._counts = counts if self._counts is None else self._counts.to(counts) + counts
+        if values is not None and values.balance:
+            self._balance = values.balance
+        if values is not None and (way := values.derivative) is not None:
+            self._derivatives[way] = max(values.error, self._derivatives.get(way, 0.0))
+
+    def scoring(self, seconds: float) -> None:
+        """Add the seconds spent on values, the shared forward not included, or on weights."""
+        self._scoring += seconds
+
+    def direction(self, seconds: float) -> None:
+        """Add the seconds spent on building the validation and retention gradients."""
+        self._direction += seconds
+
+    def gap(self, step: int, objectives: Mapping[str, float]) -> None:
+        """A look at the validation objective: ``pool``, ``held_out`` and ``gap``."""
+        if objectives:
+            self._look = {"step": float(step), **objectives}
+
+    @property
+    def looked_at(self) -> int | None:
+        """Step of the last look, or None."""
+        return int(self._look["step"]) if self._look else None
+
+    def logs(self) -> dict[str, float]:
+        """Statistics since the last call, over all processes (each must call it); then empty.
+
+        ``kept_share``: kept tokens over response tokens. ``weight_share``: summed weights over
+        response tokens (the same for masks). ``effective_share``: effective sample size of the
+        weights, ``(sum w)^2 / sum w^2``, over response tokens (the same for masks).
+        """
+        parts = gather_object([self.state_values()])
+        counts = torch.tensor([part["counts"] for part in parts], dtype=torch.float64).sum(0)
+        response, kept, weight, square = counts.tolist()
+        statistics = {"response_tokens": response}
+        if response:
+            statistics["kept_share"] = kept / response
+            statistics["weight_share"] = weight / response
+            if square:
+                statistics["effective_share"] = weight**2 / square / response
+        for name in ("scoring", "direction"):
+            statistics[f"{name}_seconds"] = max(part[name] for part in parts)
+        if self._balance:
+            statistics["balance"] = median(self._balance.values())
+        for name, value in self._look.items():
+            if name != "step":
+                statistics[f"validation_{name}"] = value
+        self._counts = None
+        self._scoring = self._direction = 0.0
+        return {f"alpha/{name}": float(value) for name, value in statistics.items()}
+
+    def derivatives(self) -> dict[str, float]:
+        """Ways of the run's label values -> largest error, over all processes (each calls it)."""
+        errors: dict[str, float] = {}
+        for part in gather_object([self._derivatives]):
+            for way, error in part.items():
+                errors[way] = max(error, errors.get(way, 0.0))
+        return errors
+
+    def state_values(self) -> dict[str, Any]:
+        """Statistics gathered since the last log, as JSON values that restore bitwise."""
+        return {
+            "counts": [0.0] * 4 if self._counts is None else self._counts.tolist(),
+            "balance": self._balance,
+            "look": self._look,
+            "derivatives": self._derivatives,
+            "scoring": self._scoring,
+            "direction": self._direction,
+        }
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_values` returned."""
+        self._counts = torch.tensor(values["counts"], dtype=torch.float64)
+        self._balance, self._look = dict(values["balance"]), dict(values["look"])
+        self._derivatives = dict(values["derivatives"])
+        self._scoring, self._direction = float(values["scoring"]), float(values["direction"])
 
 
 class RunRecords:
-    """Monitor and ledger of a run; each micro-batch is written down once, by whoever weighed it.
+    """Monitor and ledger of a run; each micro-batch is written down once, by its weigher.
 
     Args:
         trainer: whose run it is.
@@ -40,34 +175,20 @@ class RunRecords:
         self.ledger = ValueLedger()
         self.listener: Callable[[Tensor, Tensor], None] | None = None
 
-    def micro_batch(
-        self,
-        batch: MicroBatch,
-        scored: MicroBatchValues | None,
-        weights: Tensor,
-        seconds: float = 0.0,
-    ) -> None:
+    def micro_batch(self, batch: MicroBatch, values: TokenValues | None, weights: Tensor) -> None:
         """Write down what one micro-batch is trained with.
 
         Args:
             batch: the micro-batch.
-            scored: its values, if it has any.
+            values: of its tokens, where the policy needs them.
             weights: (b, t) of its tokens, before the loss is normalised.
-            seconds: spent on the weights, where they do not come from values.
         """
         if self.listener is not None:
             self.listener(batch.mask, weights)
-        values = None if scored is None else scored.token_values
-        inputs = batch.inputs
-        self.monitor.record(
-            weights=weights,
-            mask=batch.mask,
-            values=values,
-            seconds=seconds if scored is None else scored.seconds,
-        )
+        self.monitor.record(weights=weights, mask=batch.mask, values=values)
         if values is not None and self._trainer.args.export_values:
             self.ledger.add(
-                {**inputs, "labels": batch.labels},
+                {**batch.inputs, "labels": batch.labels},
                 batch.mask,
                 values,
                 weights,
@@ -81,6 +202,7 @@ class RunRecords:
         """Values and their page, into ``output_dir/_alphatoken``."""
         trainer = self._trainer
         args = trainer.args
+        # Every process takes part in gathering, also those that write nothing.
         whole = self._all_ledgers() if args.export_values else None
         derivatives = self.monitor.derivatives() if args.export_values else {}
         if not args.should_save:
@@ -103,16 +225,136 @@ class RunRecords:
         print(*notes, f"values and report, which quote training rows: {page.parent}", sep="\n")
 
     def _all_ledgers(self) -> ValueLedger | None:
-        """The ledgers of all processes added up, on those that write; None on the others.
-
-        The processes send their ledgers one after the other: only writing processes hold them all.
-        """
+        """The ledgers of all processes added up, on those that write; None on the others."""
         ranks, writes = Ranks(self._trainer.accelerator), bool(self._trainer.args.should_save)
         if ranks.world == 1:
             return self.ledger
         whole = ValueLedger()
         for rank in range(ranks.world):
+            # One after the other, so that only processes that write hold them all.
             part = ranks.broadcast_object(self.ledger if rank == ranks.rank else None, rank)
             if writes:
                 whole.merge(part)
         return whole if writes else None
+
+
+def export_values(
+    ledger: ValueLedger,
+    folder: str | Path,
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    *,
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+) -> tuple[int, int]:
+    """Write ``part-00000.parquet``, whole or not at all.
+
+    One record a document, as ``alphatoken score`` writes them, with its visits. A token counts as
+    kept if its mean weight is at least one half.
+
+    Args:
+        ledger: of the run.
+        folder: is made if it does not exist.
+        rows: rows of the training set as the trainer prepared it (see
+            :func:`~alphatoken.train.ledger.row_documents`); read once. With it documents are
+            ordered by row, and each names the rows that hold it.
+        max_length: of preference pairs, as the trainer cut them.
+        truncation_mode: TRL's.
+
+    Returns:
+        Rows of which a document was visited, and the other rows.
+
+    Raises:
+        DataError: the file could not be written; an old one is intact.
+        InputError: rows without token ids.
+    """
+    folder = Path(folder)
+    # Several rows may hold one document, and a packed row several documents.
+    holders = defaultdict[bytes, list[int]](list)  # key of a document -> rows that hold it
+    visited_rows = other_rows = 0
+    for index, row in enumerate(rows or ()):
+        keys = row_documents(row, max_length=max_length, truncation_mode=truncation_mode)
+        documents = {key for key, _ in keys if key in ledger.documents}
+        for key in documents:
+            holders[key].append(index)
+        visited_rows += bool(documents)
+        other_rows += not documents
+    folder.mkdir(parents=True, exist_ok=True)
+    write_values(folder / "part-00000.parquet", _examples(ledger, holders))
+    return visited_rows, other_rows
+
+
+def _examples(ledger: ValueLedger, holders: Mapping[bytes, list[int]]) -> Iterator[ScoredExample]:
+    """Documents by their first row and branch, those in no row last, else as first visited."""
+
+    def order(key: bytes) -> tuple[bool, int, int]:
+        rows = holders.get(key, ())
+        return not rows, rows[0] if rows else 0, ledger.documents[key].branch if rows else 0
+
+    for number, key in enumerate(sorted(ledger.documents, key=order)):
+        yield _example(number, key, ledger.documents[key], holders.get(key, []))
+
+
+def _example(number: int, key: bytes, entry: DocumentValues, rows: list[int]) -> ScoredExample:
+    def spread(column: Any, kind: Any = np.float64) -> Any:
+        whole: Any = np.zeros(len(entry.ids), kind)
+        whole[entry.positions] = column
+        return whole
+
+    place = f"row {rows[0]}" if rows else f"document {key.hex()[:8]}"
+    branch = BRANCHES[entry.branch]
+    visits = f"{entry.visits} visit{'s'[: entry.visits != 1]}"
+    labels = np.full(len(entry.ids), IGNORE)
+    labels[entry.positions] = entry.ids[entry.positions]
+    share = entry.sums[:, -1] / entry.visits
+    return ScoredExample(
+        row=rows[0] if rows else number,
+        place=f"{place}{f', {branch}' if branch else ''} ({visits})",
+        tokens=[],
+        ids=entry.ids.tolist(),
+        labels=labels.tolist(),
+        kept=spread(share >= 0.5, bool),
+        values={name: spread(entry.sums[:, k]) for k, name in enumerate(COMPONENTS)},
+        visits=Visits(entry.visits, entry.last_step, branch, rows, spread(share)),
+    )
+
+
+def write_run_report(
+    folder: str | Path,
+    texts: Callable[[Sequence[int]], list[str]] | None = None,
+    rows: tuple[int, int] | None = None,
+    facts: Mapping[str, object] | None = None,
+    notes: Sequence[str] = (),
+) -> Path:
+    """Write the page of a run's values, whole or not at all, and return its path.
+
+    It quotes training rows; ``push_to_hub`` does not upload it.
+
+    Args:
+        folder: the run's ``output_dir``, with the files of :func:`export_values` in ``VALUES``.
+        texts: token ids -> the text of each; without it tokens are shown by their numbers.
+        rows: training rows that were seen, and those that were not; None for a stream.
+        facts: more of the run, shown before its options.
+        notes: sentences about the values.
+
+    Raises:
+        DataError: a value file cannot be read, or the page could not be written.
+    """
+    folder = Path(folder)
+    notes = [f"Values are {UNIT}; stability counts with its lambda.", *notes]
+    if rows is not None:
+        notes.append(
+            f"{rows[0]:,} of {sum(rows):,} training rows were seen. A row number counts the "
+            "training rows from 0, without those that were left out or held out: it is no line of "
+            "the file."
+        )
+    return write_report(
+        folder / REPORT,
+        summarise(read_values(folder / VALUES), texts=texts or _numbers),
+        title=f"Values of the run {folder.resolve().name}",
+        settings={**(facts or {}), **(read_json(folder / RUN) or {}).get("options", {})},
+        notes=notes,
+    )
+
+
+def _numbers(ids: Sequence[int]) -> list[str]:
+    return [f" #{token}" for token in ids]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.errors import ConfigError, ModelError
+from alphatoken.model.batch import embedding_rows
 from alphatoken.model.folder import is_adapter
 from alphatoken.model.loading import has_tokenizer, limits_of, load_tokenizer, model_name
-from alphatoken.model.token_ids import embedding_rows
 from alphatoken.train.python_rows import tokenizer_of
 
 __all__ = ["check_reference", "check_tokens"]
@@ -20,10 +20,6 @@ _REMEDY = "a reference of the same family and vocabulary; ref_model=None copies 
 def check_tokens(own: Any, rows: int, other: Any = None, tokens: int | None = None) -> None:
     """Refuse a second model to which the trained model's token ids are nothing, or other tokens.
 
-    Its embedding may have fewer rows than the trained model's where no token is among those it
-    lacks. A token that its tokenizer does not name at all contradicts nothing: it may be a reserved
-    one.
-
     Args:
         own: tokenizer of the trained model.
         rows: of the second model's embedding.
@@ -33,6 +29,7 @@ def check_tokens(own: Any, rows: int, other: Any = None, tokens: int | None = No
     Raises:
         ConfigError: names what differs.
     """
+    # It may have fewer rows than the trained model where no token is among those it lacks.
     count = min(len(own), tokens or len(own))
     if rows < count:
         raise ConfigError(
@@ -41,6 +38,7 @@ def check_tokens(own: Any, rows: int, other: Any = None, tokens: int | None = No
             why="it would be asked about tokens that it has never seen",
             remedy=_REMEDY,
         )
+    # A token that its tokenizer does not name contradicts nothing: it may be a reserved one.
     ids = {} if other is None else other.get_vocab()
     wrong = [text for text, number in own.get_vocab().items() if ids.get(text, number) != number]
     if wrong:

@@ -1,27 +1,45 @@
 """Rows that a run values against: validation rows, retention rows or a Fisher.
 
 ``prepare_run_rows`` tokenises, checks and fits when the trainer is made, so that a run refuses what
-it cannot use before it trains.
+it cannot use before it trains. A Fisher is fitted once for a model, its prompts and settings, and
+read again by later runs: an entry's name is a digest of all that it depends on, the weights
+included. Of several processes the main one comes first and fits, resumably; the others find its
+file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from alphatoken.direction.drift import FisherDrift
-from alphatoken.errors import ConfigError, CoverageError
-from alphatoken.model.layer_choice import read_layers
-from alphatoken.model.parameter_choice import ParameterChoice
-from alphatoken.model.protocol import find_adapter
-from alphatoken.model.scope import resolve_layers
-from alphatoken.train.checks import check_lengths, check_pool, check_tokens
-from alphatoken.train.datasets import plain_rows
-from alphatoken.train.fisher_cache import fitted_fisher
-from alphatoken.train.interface import TrainerInterface
-from alphatoken.train.placement import cache_folder
+import torch
+from torch import nn
 
-__all__ = ["RunRows", "prepare_run_rows"]
+from alphatoken.direction.drift import FisherDrift, library_version
+from alphatoken.direction.fisher import fit_fisher
+from alphatoken.errors import ConfigError, CoverageError
+from alphatoken.model.choice import ParameterChoice, read_layers
+from alphatoken.model.protocol import find_adapter
+from alphatoken.model.scope import find_scope, resolve_layers
+from alphatoken.support.progress import ProgressSink
+from alphatoken.support.resume import content_digest, weights_digest
+from alphatoken.train.distributed import cache_folder, on_accelerator, spread_name
+from alphatoken.train.interface import TrainerInterface
+from alphatoken.train.manifest import dataset_digest
+from alphatoken.train.options import AlphaOptions
+from alphatoken.train.python_rows import plain_rows
+from alphatoken.train.refusals import check_lengths, check_pool, check_tokens
+
+__all__ = [
+    "RunRows",
+    "cache_key",
+    "fisher_settings",
+    "fitted_fisher",
+    "prepare_run_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,7 @@ def prepare_run_rows(
         check_tokens(retention_rows, trainer.model, "retention")
     if options.reads_fisher:
         if fisher is None:
-            fisher = fit_or_load_fisher(trainer, fisher_dataset)
+            fisher = _fit_or_load_fisher(trainer, fisher_dataset)
         layers = resolve_layers(adapter, read_layers(options.layers))
         weights = {one.weight_name: one.weight for one in adapter.scored_linears(layers)}
         # ZeRO-3 has cut them up already.
@@ -83,7 +101,7 @@ def prepare_run_rows(
     return RunRows(validation_rows, retention_rows, fisher)
 
 
-def fit_or_load_fisher(trainer: TrainerInterface, dataset: Any = None) -> FisherDrift:
+def _fit_or_load_fisher(trainer: TrainerInterface, dataset: Any) -> FisherDrift:
     """A Fisher fitted on these rows (training rows for None), or taken from the cache.
 
     Raises:
@@ -91,7 +109,17 @@ def fit_or_load_fisher(trainer: TrainerInterface, dataset: Any = None) -> Fisher
         CoverageError: it would leave out a matrix that is valued.
     """
     options = trainer.args
-    _require_fisher_covers(trainer)
+    choice = ParameterChoice.read(options.parameters)
+    scope = find_scope(find_adapter(trainer.model), read_layers(options.layers), choice)
+    # Label values are of more than what a Fisher covers.
+    if scope.uncovered and not scope.named and options.uncovered != "skip":
+        name, reason = next(iter(scope.uncovered.items()))
+        raise CoverageError(
+            "the Fisher does not cover every matrix of the scored layers",
+            got=f"{name}: {reason} ({len(scope.uncovered)} such), retention={options.retention!r}",
+            why="their retention would count as zero",
+            remedy="retention='none', or parameters='all' with retention='diagonal'",
+        )
     rows = trainer.train_dataset if dataset is None else trainer.tokenised(dataset, "Fisher")
     prompts = trainer.fisher_prompts(rows, options.fisher_samples)
     if not prompts:
@@ -111,16 +139,90 @@ def fit_or_load_fisher(trainer: TrainerInterface, dataset: Any = None) -> Fisher
         )
 
 
-def _require_fisher_covers(trainer: TrainerInterface) -> None:
-    """Check that what is valued has a Fisher, before it is fitted: 'label' values more than it."""
-    options, adapter = trainer.args, find_adapter(trainer.model)
-    choice = ParameterChoice.read(options.parameters, "parameters")
-    scope = choice.scope(adapter, read_layers(options.layers))
-    if scope.uncovered and not scope.named and options.uncovered != "skip":
-        name, reason = next(iter(scope.uncovered.items()))
-        raise CoverageError(
-            "the Fisher does not cover every matrix of the scored layers",
-            got=f"{name}: {reason} ({len(scope.uncovered)} such), retention={options.retention!r}",
-            why="their retention would count as zero",
-            remedy="retention='none', or parameters='all' with retention='diagonal'",
+def fisher_settings(options: AlphaOptions) -> dict[str, Any]:
+    """Arguments of :func:`alphatoken.fit_fisher` that the options mean; the seed is always 0."""
+    return {
+        "samples": options.fisher_samples,
+        "layers": read_layers(options.layers),
+        "structure": options.retention,
+        "max_new_tokens": options.fisher_max_new_tokens,
+        "parameters": options.parameters,
+        "batch_size": options.fisher_batch_size,
+        "seed": 0,
+    }
+
+
+def cache_key(model: nn.Module, prompts: Any, settings: dict[str, Any]) -> str:
+    """SHA-256 over all that the fit depends on.
+
+    The class, all weights and buffers and which of them are trained; the prompts; the settings;
+    the versions of this library and of torch.
+    """
+    inputs = {
+        "model": type(model).__qualname__,
+        "weights": weights_digest(model),
+        "trained": [name for name, p in model.named_parameters() if p.requires_grad],
+        "prompts": dataset_digest(prompts),
+        "settings": settings,
+        "versions": [library_version(), torch.__version__],
+    }
+    return content_digest([inputs])
+
+
+def fitted_fisher(
+    model: nn.Module,
+    prompts: Any,
+    options: AlphaOptions,
+    folder: str | os.PathLike[str],
+    *,
+    progress: bool | ProgressSink | None = None,
+    device: torch.device | None = None,
+) -> FisherDrift:
+    """The Fisher of ``model`` as it is, from the cache or fitted now; the same bits either way.
+
+    Args:
+        model: the reference, before it is wrapped or sharded.
+        prompts: as for :func:`alphatoken.fit_fisher`.
+        options: of the run.
+        folder: of the cache; created.
+        progress: as for :func:`alphatoken.fit_fisher`.
+        device: where a model that waits on the CPU is fitted; it goes back afterwards.
+
+    Raises:
+        ConfigError: the weights are sharded already.
+        FisherError: a file in ``folder`` cannot be read, and is to be removed; and what
+            :func:`alphatoken.fit_fisher` raises. OSError: the folder cannot be made.
+    """
+    if spread := spread_name(model):
+        raise ConfigError(
+            "the Fisher cannot be fitted on sharded weights",
+            got=f"'{spread}' is spread over processes",
+            why="one process fits it, and cannot run the model alone",
+            remedy="fit it beforehand (`alphatoken fisher`) and pass fisher=..., or "
+            "retention='data'",
         )
+    folder, settings = Path(folder), fisher_settings(options)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{cache_key(model, prompts, settings)}.safetensors"
+
+    def read() -> FisherDrift:
+        return FisherDrift.load(path).to(next(model.parameters()).device)
+
+    if path.exists():
+        return read()
+    # It is the dearest step before training.
+    print(
+        f"fitting the Fisher before training: {settings['samples']:,} samples, responses of "
+        f"at most {settings['max_new_tokens']} tokens; kept in '{folder}' for later runs. "
+        "Fewer: fisher_samples; none: retention='none'",
+        file=sys.stderr,
+        flush=True,
+    )
+    with on_accelerator(model, device or torch.device("cpu")):
+        partial = path.with_suffix(".partial")
+        fitted = fit_fisher(model, prompts, checkpoint=partial, progress=progress, **settings)
+    # Launches that share a folder and start at once may each fit; the bits are the same, and files
+    # are written whole or not at all.
+    replace(fitted, metadata={**fitted.metadata, "cache_key": path.stem}).save(path)
+    partial.unlink(missing_ok=True)
+    return read()

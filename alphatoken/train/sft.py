@@ -20,10 +20,9 @@ from alphatoken.errors import (
 )
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.model.loading import text_tokenizer
-from alphatoken.train.datasets import columns_of, plain_rows
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.python_rows import read_rows
+from alphatoken.train.python_rows import columns_of, plain_rows, read_rows
 
 __all__ = ["AlphaSFTConfig", "AlphaSFTTrainer"]
 
@@ -74,7 +73,7 @@ class LabelledRows(AlphaTrainerMixin):
         """One padded batch, by the collator that was handed over where there is one."""
         if self.own_collator is None:
             tokenizer = text_tokenizer(self.processing_class)
-            pad = getattr(tokenizer, "pad_token_id", None) or 0
+            pad = getattr(tokenizer, "pad_token_id", None) or 0  # any: padding is masked
             return padded_batch(rows, pad, self.args.device)
         if not self._rows_have_labels:  # which ``TrainingRows`` adds for policies
             rows = [{k: v for k, v in row.items() if k != "labels"} for row in rows]
@@ -115,7 +114,7 @@ class LabelledRows(AlphaTrainerMixin):
     def _compare_labels(self, validation_labels: Sequence[torch.Tensor]) -> None:
         """Warn where validation rows label their prompts and training rows do not, or the reverse.
 
-        That is so where their forms differ: prompt and completion here, plain text or chats there.
+        Their forms differ then: prompt and completion here, plain text or chats there.
         """
         trained = list(self._first_labels())
         if not trained:
@@ -178,12 +177,10 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     The reported loss is TRL's own over all response tokens. With ``keep_ratio=1`` (or
     ``policy="all"``) every step equals TRL's, bit for bit.
 
-    Its arguments are those of TRL's ``SFTTrainer``, where ``args`` are an ``AlphaSFTConfig``;
-    beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``
-    and ``policy`` of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
-    Data sets come in any form that TRL takes,
-    or as lists of records or texts. Training rows that repeat a validation or retention
-    row are counted in a warning.
+    Its arguments are those of TRL's ``SFTTrainer``, where ``args`` are an ``AlphaSFTConfig``, and
+    those of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets come in any form that TRL
+    takes, or as lists of records or texts. Training rows that repeat a validation or retention row
+    are counted in a warning.
 
     Source: eq. sft_masked_loss. Oracle: ``alphatoken.oracle``; equality with TRL is tested.
     """
@@ -206,12 +203,7 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         return max(map(int, row.get("seq_lengths") or [len(row["input_ids"])]))
 
     def tokenised(self, dataset: Any, name: str) -> Any:
-        """TRL's own preparation, without packing, labelled as training rows are.
-
-        Rows that come tokenised have TRL's labels: given ones as they are. Of others TRL decides by
-        the form of the training rows whether it labels completions alone. Where those came with
-        labels of their own, it would label the prompts of these rows too.
-        """
+        """TRL's own preparation, without packing, labelled as training rows are."""
         if self._skip_prepare_dataset:
             return dataset
         own = "input_ids" in columns_of(plain_rows(dataset), name)
@@ -223,6 +215,9 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
             formatting_func=self._formatting_func,
             dataset_name=name,
         )
+        # Rows that come tokenised keep their labels. Of others TRL decides by the form of the
+        # training rows whether it labels completions alone. Where those came with labels of their
+        # own, it would label the prompts of these rows too.
         unmasked = "completion_mask" in (getattr(prepared, "column_names", None) or ())
         whole = self.args.completion_only_loss is False or (
             name != "Fisher" and self._trains_whole()

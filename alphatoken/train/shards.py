@@ -50,7 +50,6 @@ class _Parts:
         raise NotImplementedError
 
     def _copies(self, name: str) -> int:
-        """Number of processes that hold each number of a parameter."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -105,16 +104,6 @@ class Fsdp2Sharding(_Parts):
             if isinstance(p, DTensor):
                 self._layout[name] = (p.device_mesh, p.placements)
 
-    @staticmethod
-    def _full(spread: Any) -> Tensor:
-        whole: Tensor = spread.full_tensor()
-        return whole
-
-    @staticmethod
-    def _own(spread: Any) -> Tensor:
-        shard: Tensor = spread.to_local()
-        return shard.clone()
-
     def shape(self, name: str) -> torch.Size:
         """Shape of the whole parameter."""
         return self._shape[name]
@@ -123,7 +112,8 @@ class Fsdp2Sharding(_Parts):
     def full(self, name: str, parameter: Tensor) -> Tensor:
         """The whole parameter. Collective outside a forward; inside it is whole already."""
         if isinstance(parameter, self._kind):
-            return self._full(parameter.detach()).to(parameter.device_mesh.device_type)
+            whole: Tensor = self._kind.full_tensor(parameter.detach())  # type: ignore[arg-type]
+            return whole.to(parameter.device_mesh.device_type)
         return parameter.detach().clone()
 
     @torch.no_grad()
@@ -131,7 +121,8 @@ class Fsdp2Sharding(_Parts):
         """This process's rows of the parameter."""
         if isinstance(parameter, self._kind):
             # With weights offloaded to the CPU, parts are worked on where the model runs.
-            return self._own(parameter.detach()).to(parameter.device_mesh.device_type)
+            shard = self._kind.to_local(parameter.detach()).clone()  # type: ignore[arg-type]
+            return shard.to(parameter.device_mesh.device_type)
         return self.part_of(name, parameter)
 
     @torch.no_grad()
@@ -144,7 +135,8 @@ class Fsdp2Sharding(_Parts):
         mesh, placements = self._layout[name]
         # No source rank: every process has the whole tensor, so nothing is sent.
         whole = full.detach().contiguous()
-        return self._own(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+        spread = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        return spread.to_local().clone()
 
     @torch.no_grad()
     def gather(self, name: str, part: Tensor) -> Tensor:
@@ -160,18 +152,18 @@ class Fsdp2Sharding(_Parts):
             shape=self._shape[name],
             stride=self._stride[name],
         )
-        return self._full(spread)
+        whole: Tensor = spread.full_tensor()
+        return whole
 
     @contextmanager
     def repeatable(self, within: nn.Module | None = None) -> Iterator[None]:
-        """FSDP2 gathers weights in every backward, where it enters a module by its output.
-
-        A backward that starts inside a module never does: the weights around it are gathered first.
-        """
+        """FSDP2 gathers weights in every backward, where it enters a module by its output."""
         parts = () if within is None else within.parameters()
         if within is None or not any(isinstance(p, self._kind) for p in parts):
             yield
             return
+        # A backward that starts inside a module never does: the weights around it are gathered
+        # first.
         owner = self._owners[within]
         owner.unshard()
         try:
@@ -309,7 +301,7 @@ class Zero3Sharding(_Parts):
         return self._padded(p, safe_get_local_fp32_param(p).detach())
 
     def _padded(self, p: Any, part: Tensor) -> Tensor:
-        """A copy, padded with zeros: the padding holds whatever was there."""
+        # The padding holds whatever was there.
         part = part.to(torch.device(self._device(p)), copy=True)
         start = self._place(p)[0] * part.numel()
         part[max(0, int(p.ds_numel) - start) :] = 0
@@ -351,14 +343,12 @@ class Zero3Sharding(_Parts):
 
     @contextmanager
     def repeatable(self, within: nn.Module | None = None) -> Iterator[None]:
-        """DeepSpeed counts down, module by module, how often a backward will need its weights.
-
-        The counts are set in the forward; at zero the weights are no longer fetched, and a second
-        backward would find them empty. Each linear is a module of its own to it, so that a backward
-        inside a block is nothing special. A *leaf*, as it has mixtures of experts, hangs the
-        reduction of its gradients on every backward through it; those of values have none, and the
-        training's would find zeros reduced before it.
-        """
+        """DeepSpeed counts down, module by module, how often a backward will need its weights."""
+        # The counts are set in the forward; at zero the weights are no longer fetched, and a second
+        # backward would find them empty. Each linear is a module of its own to it, so that a
+        # backward inside a block is nothing special. A *leaf*, as it has mixtures of experts, hangs
+        # the reduction of its gradients on every backward through it; those of values have none,
+        # and the training's would find zeros reduced before it.
         before = [
             (module, name, module.__dict__[name])
             for module in self._model.modules()
@@ -410,9 +400,9 @@ class Zero3Sharding(_Parts):
         for p in parameters if optimizer is None else ():
             p.ds_active_sub_modules.clear()
             p.partition()
-        kept = [p for p in parameters if p.ds_persist]
-        if kept:
-            kept[0].all_gather(kept)
+        small = [p for p in parameters if p.ds_persist]
+        if small:
+            small[0].all_gather(small)
 
     def low_precision_reason(self) -> str | None:
         """None: DeepSpeed's narrow weights are narrow parameters, which others see."""

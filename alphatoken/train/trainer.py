@@ -13,11 +13,10 @@ from transformers import Trainer, TrainingArguments
 
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask, token_losses
-from alphatoken.model.modes import evaluation_mode
-from alphatoken.train.datasets import plain_rows
+from alphatoken.model.forward import evaluation_mode
 from alphatoken.train.log_prob_proxy import LogProbProxy
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.python_rows import require_tokens
+from alphatoken.train.python_rows import plain_rows, require_tokens
 from alphatoken.train.sft import LabelledRows, refuse_losses
 from alphatoken.train.trainer_loss import TrainerLoss
 
@@ -55,6 +54,7 @@ class LogitsLoss(TrainerLoss):
         loss = total / count.to(total.device).clamp(min=1)
         if proxy.aux_loss is not None:
             loss = loss + self._router_share * proxy.aux_loss.to(loss.device)
+        # Gradients are averaged over the processes, and the count is of all of them.
         if self.args.average_tokens_across_devices and num_items is not None:
             loss = loss * self.accelerator.num_processes
         return loss
@@ -108,10 +108,8 @@ class AlphaTrainer(LabelledRows, Trainer):
     with the model's own. With all weights 1 a step is that of transformers' ``Trainer``, up to
     rounding.
 
-    Its arguments are those of ``Trainer``, where ``args`` are an ``AlphaConfig``;
-    beside them ``validation_dataset``, ``retention_dataset``, ``fisher``, ``fisher_dataset``
-    and ``policy`` of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`.
-    Data sets are tokenised rows with
+    Its arguments are those of ``Trainer``, where ``args`` are an ``AlphaConfig``, and those of
+    :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets are tokenised rows with
     ``input_ids``, and with ``labels`` unless the collator makes them.
     """
 
@@ -120,12 +118,10 @@ class AlphaTrainer(LabelledRows, Trainer):
 
     @staticmethod
     def read(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Refuse rows that are not tokenised, or of which something would be lost.
-
-        Those of a stream of ``datasets`` as they are read; of any other stream, none.
-        """
+        """Refuse rows that are not tokenised, or of which something would be lost."""
         plain = plain_rows(rows)
         whole = hasattr(plain, "__len__") and len(plain) > 0
+        # Rows of a stream of ``datasets`` are looked at as they are read, those of others never.
         streamed = hasattr(rows, "map") and not hasattr(rows, "__len__")
         first: Any = {"input_ids": ()}
         if whole or streamed:
@@ -147,8 +143,9 @@ class AlphaTrainer(LabelledRows, Trainer):
         return rows
 
     def row_batch(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        """One padded batch, as transformers' collator makes it: the rows' own masks are in it."""
+        """One padded batch, as transformers' collator makes it."""
         batch = super().row_batch(rows)
+        # That collator hands on the rows' own masks and positions.
         if self.own_collator is None:
             for name in self.BESIDE:
                 if name in rows[0]:
@@ -176,15 +173,7 @@ class AlphaTrainer(LabelledRows, Trainer):
 
 
 def _require_batches(rows: Any, size: int) -> None:
-    """Refuse training rows of which transformers' own collator makes no batch.
-
-    Args:
-        rows: as mappings of lists.
-        size: of a batch.
-
-    Raises:
-        InputError: rows without labels, or of several lengths.
-    """
+    """Refuse training rows of which transformers' own collator makes no batch of this size."""
     lengths = dict[int, int]()
     for number, row in enumerate(rows):
         if row.get("labels") is None:

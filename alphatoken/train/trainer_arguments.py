@@ -14,8 +14,8 @@ from alphatoken.errors import ConfigError, InputError, refuse_unknown
 from alphatoken.model.folder import is_adapter, require_tokenizer_files
 from alphatoken.model.loading import find_parts, load_for_training, load_or_refuse, text_tokenizer
 from alphatoken.model.transformers import require_head
-from alphatoken.train.datasets import require_trls_dataset
 from alphatoken.train.options import RENAMED
+from alphatoken.train.python_rows import require_trls_dataset
 
 __all__ = ["bind_arguments", "load_model_and_tokenizer"]
 
@@ -30,12 +30,6 @@ def bind_arguments(
     trainer: type[Any], own: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Arguments of the trainer below ours, by name.
-
-    Args:
-        trainer: ours.
-        own: names of our arguments beside them.
-        args: by position.
-        kwargs: by name.
 
     Raises:
         ConfigError: a name that no argument has. InputError: no model, or no training rows.
@@ -73,7 +67,7 @@ def bind_arguments(
 
 
 def _takes_names(base: type[Any]) -> bool:
-    """True for TRL's trainers, which load models by name."""
+    # TRL's trainers, which load models by name.
     return "quantization_config" in inspect.signature(base).parameters
 
 
@@ -137,7 +131,6 @@ def _load_named(name: str, arguments: dict[str, Any]) -> None:
 
 
 def _without_end(model: Any, tokenizer: Any) -> ConfigError:
-    """Refusal of a tokenizer that has neither a padding nor an end token."""
     end = getattr(model.config.get_text_config(), "eos_token_id", None)
     number = end[0] if isinstance(end, list) and end else end
     token = None if number is None else tokenizer.convert_ids_to_tokens(number)

@@ -1,15 +1,22 @@
-"""The loss of a trainer as token weights act on it, and what there is to know of its run.
+"""The loss of a trainer as token weights act on it, and the micro-batches that it is made of.
 
-A trainer hands this object to its weigher and to its valuation, and not itself. A kind of trainer
-whose loss, labels or coefficients are others has a subclass: ``pair_loss`` for DPO, and
+A trainer hands ``TrainerLoss`` to its weigher and to its valuation, and not itself. A kind of
+trainer whose loss, labels or coefficients are others has a subclass: ``PairLoss`` for DPO, and
 ``LogitsLoss`` for transformers' own trainer.
+
+The trainer's hooks cannot hand anything to each other but the batch itself. So what the plan of a
+step decides (``get_batch_samples``) travels inside the batch, under the key ``PLAN_KEY``, to where
+it is trained on. ``training_step`` takes it out again before anything else reads the batch. Labels
+do not travel: they are read in ``compute_loss``, from the inputs of the loss.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -19,10 +26,113 @@ from alphatoken.support.seeds import seed_of
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.log_prob_proxy import LogProbProxy, by_token
-from alphatoken.train.micro_batch import MicroBatch, MicroBatchPlan
 from alphatoken.train.policy import TokenPolicy
+from alphatoken.values import TokenValues
 
-__all__ = ["TrainerLoss"]
+__all__ = [
+    "AROUND",
+    "PLAN_KEY",
+    "MicroBatch",
+    "MicroBatchPlan",
+    "TrainerLoss",
+    "normalised",
+    "selecting",
+    "undivided",
+]
+
+PLAN_KEY = "alphatoken_carried"
+"""Key of a batch under which its ``MicroBatchPlan`` travels from one hook to the next."""
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """Decisions of the optimizer step's plan for one micro-batch.
+
+    Attributes:
+        index: number of this micro-batch within its optimizer step.
+        kept_share: kept tokens over those of the loss, of the whole step, where they divide it.
+        weights: (b, t), where a threshold over the whole step decided them; None otherwise.
+        values: that the weights came from; None where this process has no response in it.
+        extra: inputs that valuing added, such as the reference's log-probabilities.
+        columns: of a policy's static pass, where counting needed them already.
+    """
+
+    index: int
+    kept_share: float | None = None
+    weights: Tensor | None = None
+    values: TokenValues | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Tensor] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Inputs, labels and masks of one micro-batch, each read once.
+
+    Attributes:
+        inputs: the trainer's batch.
+        labels: (b, t) unshifted labels, -100 off the response.
+        mask: (b, t) response tokens, those that have a value.
+        loss_mask: (b, t) tokens that the trainer's own loss counts: beside ``mask`` those that
+            padding predicts, as it does the first one of a row padded on the left.
+        rank_groups: rows that are ranked together; chosen, then rejected, in a preference trainer.
+        unit_of: (loss_mask, num_items) -> ``unit``; called only where it is needed, because it
+            waits for the device.
+        plan: what the plan of its step decided for it.
+        num_items: transformers' count of the tokens of the step's loss, or None.
+    """
+
+    inputs: Mapping[str, Any] = field(repr=False)
+    labels: Tensor
+    mask: Tensor
+    loss_mask: Tensor
+    rank_groups: Sequence[slice]
+    unit_of: Callable[[Tensor, Any], float] = field(repr=False)
+    plan: MicroBatchPlan
+    num_items: Any = None
+
+    @property
+    def unit(self) -> float:
+        """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
+        return self.unit_of(self.loss_mask, self.num_items)
+
+
+def undivided(batch: MicroBatch, kind: str) -> float:
+    """Factor that undoes the trainer's divisor if the loss is to be a sum; else 1."""
+    return 1.0 / batch.unit if kind == "sum" else 1.0
+
+
+def normalised(
+    weights: Tensor, batch: MicroBatch, kind: str, kept_share: float | None = None
+) -> Tensor:
+    """Weights under one normalisation of the loss.
+
+    Args:
+        weights: (b, t) of the tokens.
+        batch: whose they are.
+        kind: "response" (the trainer's own divisor), "kept" (the kept tokens) or "sum" (none).
+        kept_share: kept tokens over those of the loss, of the whole step; None takes the
+            micro-batch's own.
+    """
+    if kind != "kept":
+        return weights * undivided(batch, kind)
+    if kept_share is not None:
+        return weights * (1 / kept_share)
+    # Where nothing is kept the weights are 0, and so is the result.
+    return weights * (batch.loss_mask.sum() / weights.sum().clamp(min=1e-12))
+
+
+AROUND: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar(
+    "around_selection", default=nullcontext
+)
+"""Entered around whatever scores tokens or makes masks; a benchmark measures its cost by it."""
+
+
+@contextmanager
+def selecting() -> Iterator[None]:
+    """Mark code that scores tokens or makes masks; see ``AROUND``."""
+    with AROUND.get()():
+        yield
 
 
 class TrainerLoss:
@@ -91,7 +201,7 @@ class TrainerLoss:
         return self._trainer.row_batch(rows)
 
     def prepare_pool(self, rows: list[dict[str, Any]]) -> None:
-        """Whatever validation and retention rows need that only the prepared model can give."""
+        """Add to validation and retention rows what only the prepared model can give."""
         self._trainer.prepare_pool(rows)
 
     def micro_batch(
@@ -167,6 +277,7 @@ class TrainerLoss:
         """
         if getattr(self.args, "loss_type", "nll") == "nll":
             return None
+        # The loss divides by the count; what is left of a coefficient is the token's factor.
         count = float(mask.sum() if num_items is None else num_items)
         if num_items is not None and self.args.average_tokens_across_devices:
             count /= self.accelerator.num_processes  # TRL multiplies the loss by it
@@ -175,11 +286,13 @@ class TrainerLoss:
     def unit(self, mask: Tensor, num_items: Any) -> float:
         """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
         count = mask.sum() if num_items is None else num_items
+        # Without a count of the step each micro-batch is a mean, and the step a mean of them.
         share = 1 if num_items is not None else self._trainer.current_gradient_accumulation_steps
         return 1.0 / (max(float(count), 1.0) * share)
 
     def step_scale(self, num_items: Any) -> float:
         """Factor from a micro-batch's gradient to an estimate of the whole step's."""
+        # By a count of the step a micro-batch's gradient is a share of the step's, else a mean.
         steps = float(self._trainer.current_gradient_accumulation_steps)
         return steps if num_items is not None else 1.0
 

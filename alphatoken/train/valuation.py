@@ -11,23 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alphatoken.config import WALK
 from alphatoken.direction.objective import objective_value, scoring_forward
-from alphatoken.estimate.names import WALK
 from alphatoken.model.batch import label_mask, labels_of_all
 from alphatoken.scorer import Observed, Scorer
 from alphatoken.support.progress import shown_progress
-from alphatoken.train.checks import check_pool
-from alphatoken.train.distributed import Ranks, even_micro_batches
-from alphatoken.train.fused_head import errors_only
-from alphatoken.train.layouts import needs_own_forward, sharding_of
-from alphatoken.train.log_prob_proxy import LogProbProxy, by_token, require_finite
-from alphatoken.train.masters import masters_of
-from alphatoken.train.micro_batch import MicroBatch, MicroBatchValues, undivided
-from alphatoken.train.monitor import TrainMonitor
+from alphatoken.train.distributed import (
+    even_micro_batches,
+    master_weights,
+    needs_own_forward,
+    rounded_reference,
+    sharding_of,
+)
+from alphatoken.train.log_prob_proxy import LogProbProxy, by_token, errors_only, require_finite
 from alphatoken.train.pool import ValidationPool
+from alphatoken.train.records import TrainMonitor
+from alphatoken.train.refusals import check_pool
 from alphatoken.train.run_rows import RunRows
-from alphatoken.train.selecting import selecting
-from alphatoken.train.trainer_loss import TrainerLoss
+from alphatoken.train.trainer_loss import MicroBatch, TrainerLoss, selecting, undivided
+from alphatoken.values import TokenValues
 
 __all__ = ["Valuation"]
 
@@ -35,9 +37,7 @@ __all__ = ["Valuation"]
 class Valuation:
     """One value a response token, against the direction of its step: a scorer that follows a run.
 
-    Everything that it draws is a function of (seed, step). Checkpoints hold the norm of the step's
-    gradient, which the next step's values need under a full preconditioner, and the end of the
-    walk along which values are computed.
+    Everything that it draws is a function of (seed, step).
 
     Args:
         trainer_loss: of the run's trainer.
@@ -49,9 +49,9 @@ class Valuation:
     def __init__(
         self, trainer_loss: TrainerLoss, rows: RunRows, monitor: TrainMonitor, *, needed: bool
     ) -> None:
-        self._trainer_loss, self._options = trainer_loss, trainer_loss.args
-        self._rows, self._monitor, self._needed = rows, monitor, needed
         options = trainer_loss.args
+        self._trainer_loss, self._options, self._ranks = trainer_loss, options, trainer_loss.ranks
+        self._rows, self._monitor, self._needed = rows, monitor, needed
         self.pool: ValidationPool | None = None
         self._retention_pool: ValidationPool | None = None
         if rows.validation:
@@ -62,6 +62,7 @@ class Valuation:
                 min(options.retention_batch_size, len(rows.retention)),
                 mode="pool",
                 held_out_share=0.0,
+                # Else two pools of as many rows would run side by side through one order.
                 seed=options.value_seed + 1,
             )
         self._sharded = False
@@ -74,10 +75,6 @@ class Valuation:
         self._norm: Any = None
         self._walk: tuple[int, dict[str, Tensor]] | None = None
 
-    @property
-    def _ranks(self) -> Ranks:
-        return self._trainer_loss.ranks
-
     # --- the direction ----------------------------------------------------------------------------
 
     @property
@@ -86,15 +83,20 @@ class Valuation:
         if self._scorer is None:
             self._scorer = self._build()
             if self._walk is not None:
-                self._resume(self._scorer, *self._walk)
+                self._built, end = self._walk
                 self._walk = None
+                self._scorer.pin(("step", self._built))
+                parameters = self._scorer.scored.parameters
+                ends = {name: t.to(parameters[name].device) for name, t in end.items()}
+                self._scorer.estimator.cache.keep(ends)
         return self._scorer
 
     def _build(self) -> Scorer:
         run, options, rows = self._trainer_loss, self._options, self._rows
         sharding = sharding_of(run.accelerator, run.model)
-        masters = masters_of(run.accelerator, run.model)
+        masters = master_weights(run.accelerator, run.model)
         self._sharded = sharding is not None
+        # Only now the prepared model can be asked for the reference's log-probabilities.
         for pool in (rows.validation, rows.retention):
             if pool:
                 run.prepare_pool(pool)
@@ -102,7 +104,8 @@ class Valuation:
         if self._retention_pool is not None:
             retention = self._draw(self._retention_pool, rows.retention, 0)
         elif masters is not None and rows.fisher is not None:
-            retention = masters.started(rows.fisher)
+            # A drift read off 16-bit copies of the weights would be rounding.
+            retention = rounded_reference(rows.fisher, run.accelerator.unwrap_model(run.model))
         scorer = Scorer(
             run.model,
             None if self.pool is None else self._draw(self.pool, rows.validation, 0),
@@ -112,17 +115,10 @@ class Valuation:
             optimizer=run.optimizer if options.preconditioner else None,
             reduce=self._reduce,
             sharding=sharding,
-            masters=None if masters is None else masters.weight,
+            masters=masters,
         )
         scorer.warn = False  # no drift at the first steps; the balance is logged
         return scorer
-
-    def _resume(self, scorer: Scorer, built: int, end: dict[str, Tensor]) -> None:
-        """Go on with a walk that began at step ``built`` of the run."""
-        self._built = built
-        scorer.pin(("step", built))
-        places = {name: p.device for name, p in scorer.scored.parameters.items()}
-        scorer.estimator.cache.keep({n: t.to(places[n]) for n, t in end.items()})
 
     def _draw(self, pool: ValidationPool, rows: Sequence[dict[str, Any]], step: int) -> list[Any]:
         return self._batches(rows, pool.rows(step))
@@ -131,6 +127,7 @@ class Valuation:
         """This process's share of the chosen rows, in micro-batches."""
         ranks, size = self._ranks, self._options.validation_rows_at_once
         if self._sharded:
+            # Each forward gathers weights: a process with one fewer would leave the others waiting.
             parts = even_micro_batches(chosen, ranks.rank, ranks.world, size)
         else:
             own = ValidationPool.share_of(chosen, ranks.rank, ranks.world)
@@ -139,13 +136,13 @@ class Valuation:
         return [self._trainer_loss.row_batch([rows[i] for i in part]) for part in parts]
 
     def _reduce(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
-        """Mean over all ranks."""
+        # Sharded sums are summed already, counts are not.
         sums, count = self._ranks.sum_gradients(sums, count, sharded=self._sharded)
         return {name: total / count for name, total in sums.items()}
 
     @selecting()
     def begin(self) -> None:
-        """Enter the current optimizer step: a new direction where one is due.
+        """Enter the current optimizer step: new rows and a new direction where they are due.
 
         Called for every micro-batch; only the first of a step does anything.
         """
@@ -155,12 +152,12 @@ class Valuation:
         step, started = self._trainer_loss.step, time.perf_counter()
         self._enter(step)
         monitor.direction(time.perf_counter() - started)
+        # A step has several micro-batches, and its objective is looked at once.
         due = options.held_out_steps and step % options.held_out_steps == 0
         if due and monitor.looked_at != step:
             monitor.gap(step, self.objective_gap(step))
 
     def _enter(self, step: int) -> None:
-        """Draw new rows, and have the direction built anew, where it is due at this step."""
         scorer, rows, lasts = self.scorer, self._rows, self._options.direction_lasts
         if step == self._step:
             return
@@ -186,7 +183,6 @@ class Valuation:
 
     @torch.no_grad()
     def _objective(self, rows: Sequence[int]) -> float:
-        """Mean token loss, or mean preference loss, over the ranks' rows."""
         total = count = 0.0
         for item in self._batches(self._rows.validation, rows):
             value, weight = objective_value(self.scorer.adapter, item)
@@ -198,13 +194,13 @@ class Valuation:
     # --- one micro-batch --------------------------------------------------------------------------
 
     def wanted(self, batch: MicroBatch) -> bool:
-        """True if this micro-batch is valued: on all processes if on one (it is collective)."""
+        """Whether this micro-batch is valued: on all processes if on one (it is collective)."""
         return self._needed and self._ranks.any(bool(batch.mask.any()))
 
     def forward_of(self, batch: MicroBatch) -> str | None:
         """Forward of which the micro-batch is valued now: "training", or one of its "own".
 
-        None where there is none: nothing to value, or the plan of the step has valued it.
+        None: there is nothing to value, or the plan of the step has valued it.
         """
         if batch.plan.weights is not None or not self.wanted(batch):
             return None
@@ -213,14 +209,11 @@ class Valuation:
 
     @contextmanager
     def observing(self, wanted: bool = True) -> Iterator[Observed | None]:
-        """The scorer's ``observe``, the time on entering it logged as the direction's.
-
-        On entering, the scorer builds the direction that this step's values are computed against,
-        where it is new. None, and nothing is observed, where it is not ``wanted``.
-        """
+        """The scorer's ``observe``; where it is not ``wanted``, None, and nothing is observed."""
         if not wanted:
             yield None
             return
+        # On entering, the scorer builds the direction of this step, where it is new.
         started = time.perf_counter()
         with ExitStack() as observing:
             with selecting(), shown_progress(self._shown):
@@ -231,24 +224,19 @@ class Valuation:
 
     def of_training_forward(
         self, observed: Observed, proxy: LogProbProxy, coefficients: Tensor, batch: MicroBatch
-    ) -> MicroBatchValues:
-        """Values of the training forward, of whose head they and the update take one error.
-
-        Not where the head is spread over processes: no process has it whole.
-        """
+    ) -> TokenValues | None:
+        """Values of the training forward; see :meth:`_values`."""
+        # Values and update take one error of the head. No process has a head whole that is spread
+        # over several.
         if self.scorer.scored.sharding is None:
             proxy.share_head(batch.labels)
         return self._values(observed, proxy, coefficients, batch)
 
     @selecting()
     def _values(
-        self,
-        observed: Observed,
-        proxy: LogProbProxy,
-        coefficients: Tensor,
-        batch: MicroBatch,
-    ) -> MicroBatchValues:
-        """Values of the micro-batch whose forward ``observed`` saw."""
+        self, observed: Observed, proxy: LogProbProxy, coefficients: Tensor, batch: MicroBatch
+    ) -> TokenValues | None:
+        """Values of the micro-batch whose forward ``observed`` saw; None without a response."""
         started = time.perf_counter()
         labels, mask = batch.labels, batch.mask
         empty = not bool(mask.any())
@@ -267,14 +255,16 @@ class Valuation:
                 components=self._options.export_values,
             )
         if empty:
-            return MicroBatchValues(torch.zeros_like(values.total))
-        return MicroBatchValues(values.total, values, time.perf_counter() - started)
+            return None
+        self._monitor.scoring(time.perf_counter() - started)
+        return values
 
     @selecting()
-    def of_own_forward(self, batch: MicroBatch) -> MicroBatchValues:
+    def of_own_forward(self, batch: MicroBatch) -> TokenValues | None:
         """Values of a forward that nothing is trained on (dropout off)."""
         run, first = self._trainer_loss, self.scorer.scored.first
         proxy = LogProbProxy(run.model)
+        # TRL's running metrics are of training forwards.
         with run.beside_training(), self.observing() as observed:
             assert observed is not None
             with scoring_forward(self.scorer.adapter, first):
@@ -285,25 +275,19 @@ class Valuation:
     # --- the step's gradient, for values of a full step -------------------------------------------
 
     def _step_weights(self, coefficients: Tensor, batch: MicroBatch) -> Tensor | None:
-        """Weight (b, t) of each token's gradient in the step's, as the optimizer gets it.
-
-        It is that of a step in which all tokens are kept. The step's gradient is estimated from
-        this micro-batch, and its clipping is estimated by the last step's.
-        """
+        """Weight (b, t) of each token's gradient in the step's, as the optimizer gets it."""
         if self._options.preconditioner != "full":
             return None
+        # Of a step in which all tokens are kept. Its gradient is estimated from this micro-batch,
+        # and its clipping by the last step's.
         scale = self._trainer_loss.step_scale(batch.num_items)
         whole = scale * undivided(batch, self._options.kept_normalization) * self.clip_factor
         return -by_token(coefficients) * whole
 
     def gradient_cut(self, norm: Any) -> None:
-        """Take the norm that the step's gradient had before it was cut.
-
-        It is stored where values of the next step are of a full step, and not read here, because
-        reading it waits for the device.
-        """
+        """Take the norm of the step's gradient before it was cut, for values of a full step."""
         if self._needed and self._options.preconditioner == "full":
-            self._norm = norm
+            self._norm = norm  # not read here, because reading it waits for the device
 
     @property
     def clip_factor(self) -> float:
@@ -324,15 +308,13 @@ class Valuation:
             # A resumed run builds its direction at its first step; so must the one that goes on.
             self._built = None
             self._scorer.refresh()
+        # The next step's values of a full step are cut by it.
         norm = None if self._norm is None else float(self._norm)
         return end, {"norm": norm, "walk": self._built if end else None}
 
     def load(self, end: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Take back what ``state`` gave.
-
-        A scorer that an earlier call or attempt of ``train`` built goes: its direction is of
-        another step.
-        """
+        """Restore what ``state`` returned."""
+        # The direction of a scorer that an earlier call of ``train`` built is of another step.
         self._scorer = self._step = self._built = None
         self._norm = values["norm"]
         self._walk = None if values["walk"] is None else (values["walk"], dict(end))

@@ -23,21 +23,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from alphatoken.support.seeds import seed_of
 from alphatoken.train.distributed import global_selection
+from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.log_prob_proxy import LogProbProxy, by_token, require_finite
-from alphatoken.train.micro_batch import MicroBatch, MicroBatchPlan, MicroBatchValues, normalised
 from alphatoken.train.policy import Columns, PolicyBatch, TokenPolicy
 from alphatoken.train.records import RunRecords
-from alphatoken.train.selecting import selecting
-from alphatoken.train.trainer_loss import TrainerLoss
+from alphatoken.train.trainer_loss import (
+    MicroBatch,
+    MicroBatchPlan,
+    TrainerLoss,
+    normalised,
+    selecting,
+)
 from alphatoken.train.valuation import Valuation
+from alphatoken.values import TokenValues
 
-__all__ = ["Weigher"]
+__all__ = ["StepGuard", "Weigher"]
 
 
 class Weigher:
@@ -67,9 +74,6 @@ class Weigher:
     def plan(self, samples: Sequence[Any], num_items: Any) -> list[MicroBatchPlan]:
         """Decide for a whole step before its first training forward.
 
-        Under a threshold over the step all micro-batches are valued and weighed here. The kept
-        tokens that divide the step's loss are counted here, where they are known in advance.
-
         Args:
             samples: batches of the step, as the collator made them.
             num_items: transformers' count of the step's response tokens, or None.
@@ -77,6 +81,7 @@ class Weigher:
         trainer_loss, plans = self._trainer_loss, [MicroBatchPlan(i) for i in range(len(samples))]
         threshold_of_step = trainer_loss.args.keep_scope == "global"
         counted = num_items is not None or self.policy.divisor_scope == "step"
+        # A loss that each micro-batch divides by its own count needs no count of the step.
         divisor_of_step = self._divisor == "kept" and counted
         if threshold_of_step:
             samples = [trainer_loss.prepared(sample) for sample in samples]
@@ -87,6 +92,7 @@ class Weigher:
             for sample, plan in zip(samples, plans, strict=True)
         ]
         if threshold_of_step:
+            # No token can be dropped before all of the step have their values.
             self.valuation.begin()
             plans = self._weigh_step([self._value_in_advance(batch) for batch in batches])
         if divisor_of_step:
@@ -94,7 +100,7 @@ class Weigher:
         return plans
 
     def _value_in_advance(self, batch: MicroBatch) -> MicroBatch:
-        """The micro-batch with its values, and the inputs that valuing added, in its plan."""
+        """The micro-batch whose plan has its values, and the inputs that valuing added."""
         if self.valuation.wanted(batch):
             with self._trainer_loss.autocast():
                 own = self._trainer_loss.own_inputs(batch.inputs)
@@ -110,6 +116,7 @@ class Weigher:
         weights = [torch.zeros_like(score) for score in scores]
         for group in range(len(batches[0].rank_groups)):
             rows = [batch.rank_groups[group] for batch in batches]
+            # Without the process's number: all processes draw alike, and each keeps its own part.
             seed = seed_of("whole step", run.args.value_seed, run.step, group)
             generator = torch.Generator().manual_seed(seed)
             ratio = policy.settings.keep_ratio
@@ -126,18 +133,17 @@ class Weigher:
     def _count_kept(
         self, batches: Sequence[MicroBatch], plans: Sequence[MicroBatchPlan]
     ) -> list[MicroBatchPlan]:
-        """Plans with the kept tokens over those of the loss, of the whole step.
-
-        One micro-batch that cannot be counted leaves the step uncounted, on every process.
-        """
+        """Plans with the kept tokens over those of the loss, of the whole step."""
         ranks, counts, columns = self._trainer_loss.ranks, list[Tensor | None](), []
         for batch, plan in zip(batches, plans, strict=True):
             before = self._policy_batch(batch, plan.values)
             count = self.policy.kept_tokens(before) if plan.weights is None else plan.weights.sum()
+            # A micro-batch that keeps all trains on tokens without a value too, as TRL does.
             full = count is not None and float(count) == float(batch.mask.sum())
             counts.append(batch.loss_mask.sum() if self.policy.keeps_all(full) else count)
             columns.append(before.columns)
         kept = [count.cpu().double() for count in counts if count is not None]
+        # One micro-batch that cannot be counted leaves the step uncounted, on every process.
         uncounted = ranks.any(len(kept) < len(counts))
         share = None if uncounted else self._kept_share(torch.stack(kept).sum(), batches)
         return [
@@ -181,6 +187,7 @@ class Weigher:
         inputs, values = {**inputs, **plan.extra}, plan.values
         valued_forward = valuation.forward_of(batch)
         if valued_forward == "own":
+            # Of pairs it adds the reference's log-probabilities, which the loss then has already.
             inputs = run.own_inputs(inputs)
             values = valuation.of_own_forward(replace(batch, inputs=inputs))
         proxy, on_training = LogProbProxy(model), valued_forward == "training"
@@ -191,12 +198,15 @@ class Weigher:
             if observed is not None:
                 values = valuation.of_training_forward(observed, proxy, coefficients, batch)
         policy_batch = self._policy_batch(batch, values, proxy, reference, attention)
+        # A loss of the policy's own is differentiated by a leaf of its own; the trainer's has one.
         leaf = policy_batch.log_probs.clone().requires_grad_()
         started = time.perf_counter()
         with selecting():
             planned = plan.weights
             weights = policy.weights(policy_batch) if planned is None else planned.to(leaf.dtype)
-        self._records.micro_batch(batch, values, weights, time.perf_counter() - started)
+        if values is None:
+            self._records.monitor.scoring(time.perf_counter() - started)
+        self._records.micro_batch(batch, values, weights)
         own_loss = policy.loss(policy_batch, leaf, weights)
         self._check_own_loss(own_loss, proxy)
         if own_loss is not None:
@@ -204,6 +214,7 @@ class Weigher:
             loss, divided = own_loss.detach(), torch.ones_like(leaf)
         else:
             if policy.keeps_all(bool((weights[batch.mask] == 1).all())):
+                # Also the tokens without a value, which only padding predicts: TRL trains on them.
                 weights = batch.loss_mask.to(weights)
             divided = normalised(weights, batch, self._divisor, plan.kept_share)
             coefficients = run.final_coefficients(proxy, coefficients, weights, inputs)
@@ -212,13 +223,7 @@ class Weigher:
         return update if own_loss is None else update + (own_loss - own_loss.detach())
 
     def _check_own_loss(self, loss: Tensor | None, proxy: LogProbProxy) -> None:
-        """Check what the policy gave for a loss.
-
-        Raises:
-            ConfigError: nothing, where the trainer's own loss lacks its reference.
-            NumericalError: it is not finite.
-            UnsupportedError: the model has a router loss, which the policy does not add.
-        """
+        """Refuse a policy's loss that is not finite, lacks the routers' loss, or is missing."""
         policy = self.policy
         if loss is not None:
             if proxy.aux_loss is not None:
@@ -238,7 +243,7 @@ class Weigher:
     def _policy_batch(
         self,
         batch: MicroBatch,
-        values: MicroBatchValues | None,
+        values: TokenValues | None,
         proxy: LogProbProxy | None = None,
         reference: Tensor | None = None,
         attention: Sequence[AttentionStatistics] = (),
@@ -261,6 +266,7 @@ class Weigher:
                 columns = self._columns.columns_of(batch.inputs, mask, needs.columns)
         zeros = torch.zeros(mask.shape, device=mask.device)
         of_forward: dict[str, Any] = {"log_probs": zeros}
+        # Off the response everything is 0: whatever stands there must decide nothing.
         if proxy is not None:
             assert proxy.log_probs is not None
             of_forward = {
@@ -270,9 +276,10 @@ class Weigher:
                 "attention": attention[0] if attention else None,
                 "entropy": partial(proxy.entropy, batch.labels) if needs.entropy else None,
                 "model": run.model if needs.model else None,
+                # Of seed, step, micro-batch and process, so that a resumed run draws the same.
                 "generator": torch.Generator().manual_seed(run.draw_seed(batch)),
             }
-        totals = zeros if values is None else values.totals
+        totals = zeros if values is None else values.total
         return PolicyBatch(
             inputs=batch.inputs,
             labels=batch.labels,
@@ -286,7 +293,7 @@ class Weigher:
 
     @contextmanager
     def _last_attention(self) -> Iterator[list[AttentionStatistics]]:
-        """The list yielded is filled with the last layer's attention as a forward computes it."""
+        """Yields a list that a forward fills with the last layer's attention."""
         attention: list[AttentionStatistics] = []
         if not self.policy.needs.attention:
             yield attention
@@ -309,3 +316,49 @@ class Weigher:
                 got=f"policy '{self.policy.name}'",
                 remedy="attn_implementation='sdpa' or 'eager'",
             )
+
+
+class StepGuard(TrainerCallback):
+    """Stops a run before a step whose gradient no weigher has made.
+
+    An override of ``compute_loss`` or ``training_step`` may hand the trainer another loss than the
+    weighted one. The step would then train on every token, and nothing would show it. So the
+    weighted losses that a backward has reached are counted since the step began.
+
+    Args:
+        trainer: whose run it is.
+    """
+
+    def __init__(self, trainer: TrainerInterface) -> None:
+        self._trainer, self._reached = trainer, 0
+
+    def expect_gradient(self, loss: Tensor) -> None:
+        """Count ``loss``, a weigher's, when its gradient is taken."""
+        loss.register_hook(self._count)
+
+    def _count(self, _: Tensor) -> None:
+        self._reached += 1
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Begin to count weighted losses."""
+        self._reached = 0
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Stop where a micro-batch of the step was not weighed.
+
+        Raises:
+            UnsupportedError: before the optimizer has moved anything.
+        """
+        due = self._trainer.current_gradient_accumulation_steps
+        if self._reached >= due:
+            return
+        raise UnsupportedError(
+            "a step was about to be taken with a loss that is not weighted by token",
+            got=f"{due - self._reached} of {due} micro-batches of step "
+            f"{self._trainer.state.global_step}, trained by {type(self._trainer).__qualname__}",
+            why="an override of compute_loss or training_step made a loss of its own, or put the "
+            "model into evaluation mode: every token would be trained on",
+            remedy="have the override call super().compute_loss(...), with the model in training "
+            "mode, and add to the loss that it gives; or train with policy='all' and "
+            "export_values=False",
+        )

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from alphatoken.errors import AlphaTokenError
 from alphatoken.support.storage import write_json
-from benchmarks.diagnoses.figures import collect
+from benchmarks.diagnoses.facts import collect
 from benchmarks.diagnoses.subjects import SUBJECTS
 from benchmarks.pages import load
 

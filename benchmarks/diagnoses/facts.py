@@ -1,12 +1,17 @@
-"""The figures that stand side by side: which cell of which table, by the words of a reader."""
+"""The figures that stand side by side, and docs/fidelity.json, which the pages are written from."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from alphatoken.diagnose import DIAGNOSTICS
 from alphatoken.diagnose.diagnosis import Diagnosis
+from benchmarks.diagnoses.subjects import Subject
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ def _step(label: str, prediction: str) -> Fact:
 
 
 def _retained(label: str, proxy: str) -> Fact:
-    found = {"retention": "all sets", "proxy": proxy}
-    return Fact(label, "fisher", "agreement", "spearman", found)
+    where = {"retention": "all sets", "proxy": proxy}
+    return Fact(label, "fisher", "agreement", "spearman", where)
 
 
 def _covered(label: str, policy: str) -> Fact:
@@ -112,6 +117,31 @@ def cell(fact: Fact, diagnosis: Diagnosis) -> list[float] | None:
         if all(record[name] == value for name, value in fact.where.items()):
             if f"{fact.column}_low" not in record:
                 return [round(float(record[fact.column] or 0), 4)]
-            found = table.estimate(number, fact.column)
-            return [round(x, 4) for x in (found.value, found.low, found.high)]
+            estimate = table.estimate(number, fact.column)
+            return [round(x, 4) for x in (estimate.value, estimate.low, estimate.high)]
     return None
+
+
+def collect(subject: Subject, folder: Path) -> dict[str, Any]:
+    """Figures of the diagnoses that are finished in a folder."""
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    done = {
+        entry.name: Diagnosis.load(folder / entry.name)
+        for entry in DIAGNOSTICS
+        if Diagnosis.finished(folder / entry.name)
+    }
+    seconds = [float(record["diagnostics"][name]["seconds"]) for name in done]
+    return {
+        "name": subject.name,
+        "description": subject.description,
+        "command": shlex.join(subject.command("out")).replace("'", ""),
+        "minutes": round(sum(seconds) / 60, 1),
+        "facts": {
+            table: {
+                fact.label: cell(fact, done[fact.diagnostic])
+                for fact in facts
+                if fact.diagnostic in done
+            }
+            for table, facts in FACTS.items()
+        },
+    }

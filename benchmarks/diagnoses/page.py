@@ -46,17 +46,17 @@ def _side_by_side(name: str) -> str:
     return table(["", *(one["name"] for one in subjects.values())], rows)
 
 
-def _estimate(found: list[float] | None, *, percent: bool = False) -> str:
-    if found is None:
+def _estimate(numbers: list[float] | None, *, percent: bool = False) -> str:
+    if numbers is None:
         return ""
-    value, *ends = (f"{100 * x:.0f}" if percent else f"{x:.2f}" for x in found)
+    value, *ends = (f"{100 * x:.0f}" if percent else f"{x:.2f}" for x in numbers)
     return f"{value}{' %' if percent else ''}" + (f" [{', '.join(ends)}]" if ends else "")
 
 
 def _ranking() -> str:
     """Settings by price and rank correlation, from the frontier's figures."""
     frontier = load(DOCS / "frontier.json")
-    found = [{r["name"]: r for r in one["records"]} for one in frontier.values()]
+    by_model = [{r["name"]: r for r in one["records"]} for one in frontier.values()]
     head = [word for one in frontier.values() for word in (f"{one['name']}: steps", "Spearman")]
 
     def cells(record: Figures | None) -> tuple[str, str]:
@@ -66,7 +66,7 @@ def _ranking() -> str:
         )  # fmt: skip
 
     rows = [
-        [label, *(cell for records in found for cell in cells(records.get(name)))]
+        [label, *(cell for records in by_model for cell in cells(records.get(name)))]
         for label, name in _RANKED
     ]
     return table(["", *head], rows)
@@ -76,8 +76,8 @@ def _conditions() -> str:
     """Which model on which rows, how long all took, and the command."""
     parts = []
     for one in load(DOCS / "fidelity.json").values():
-        said = f"**{one['name']}**: {one['said']}; {one['minutes']:g} minutes on one core."
-        parts += [said, "", "```", one["command"], "```", ""]
+        line = f"**{one['name']}**: {one['description']}; {one['minutes']:g} minutes on one core."
+        parts += [line, "", "```", one["command"], "```", ""]
     return "\n".join(parts)
 
 

@@ -26,14 +26,14 @@ class Subject:
 
     Attributes:
         name: at the head of its column.
-        said: which model and rows these are.
+        description: which model and rows these are.
         model: folder.
         train: file of rows.
         more: words of the command line besides.
     """
 
     name: str
-    said: str
+    description: str
     model: str
     train: str
     more: tuple[str, ...] = ()

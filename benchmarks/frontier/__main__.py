@@ -26,10 +26,9 @@ from alphatoken.support.progress import Tracker
 from alphatoken_lab.runner.running import run_here
 from benchmarks.frontier.differences import differences, records_of
 from benchmarks.frontier.draws import MODELS, Model, draw_rows, formats_of
-from benchmarks.frontier.figures import collect, save
 from benchmarks.frontier.measure import measure, trained
-from benchmarks.frontier.pictures import draw
-from benchmarks.frontier.tables import Draws
+from benchmarks.frontier.page import draw, save
+from benchmarks.frontier.tables import Draws, collect
 from benchmarks.pages import load
 
 
@@ -48,11 +47,11 @@ def run(work: Path, model: Model, draws: int, adam: int) -> None:
 
     @cache
     def after_adam() -> tuple[Any, Any]:
-        return trained(loaded(), tokenizer, lambda: None)
+        return trained(loaded(), tokenizer)
 
     def write(name: str, number: int, along_adam: bool, path: Path) -> None:
         own, optimizer = after_adam() if along_adam else (loaded(), None)
-        measure(own, draw_rows(name, number, tokenizer), optimizer, lambda: None).save(path)
+        measure(own, draw_rows(name, number, tokenizer), optimizer).save(path)
         gc.collect()
 
     place, formats = work / model.key, formats_of(tokenizer)
@@ -81,8 +80,8 @@ def measure_differences(out: Path, model: Model, draws: int) -> None:
         shares.append(differences(loaded.eval(), draw_rows(name, number, tokenizer)))
         tracker.report(place)
     labels = tuple(f"{name}-{number}" for name, number in names)
-    found = {"draws": list(labels), "records": records_of(Draws(labels, tuple(shares), loaded))}
-    _write(out, model, {"name": model.name, "differences": found})
+    measured = {"draws": list(labels), "records": records_of(Draws(labels, tuple(shares), loaded))}
+    _write(out, model, {"name": model.name, "differences": measured})
 
 
 def publish(work: Path, out: Path, model: Model) -> None:

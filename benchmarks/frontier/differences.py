@@ -8,28 +8,24 @@ ones. Copying and moving the weights is no product, and is seen in ``benchmarks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from alphatoken.config import FORMS
 from alphatoken.diagnose.subject import Subject, places_of
 from alphatoken.diagnose.valuing import full_gradient
 from alphatoken.estimate.differences import Differences
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.estimate.names import FORMS
 from alphatoken.estimate.temporary_weights import ShiftedWeights
 from alphatoken.model.batch import read_batch
-from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.forward import evaluation_mode, response_losses
 from alphatoken.model.protocol import find_adapter
-from alphatoken.model.response_losses import response_losses
 from benchmarks.floors import Shape
 from benchmarks.frontier.draws import VALUED, Draw
-from benchmarks.frontier.measure import Numbers, Shares
-from benchmarks.frontier.price import Scope
-from benchmarks.frontier.settings import Setting
+from benchmarks.frontier.measure import Shares
+from benchmarks.frontier.settings import Scope, Setting
 from benchmarks.frontier.tables import Draws, measured
 
 LENGTHS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1, 1.0)
@@ -52,10 +48,10 @@ def differences(model: Any, draw: Draw) -> Shares:
     del double, exact
     facts: dict[str, Any] = {}
     for form in FORMS:
-        taken = Differences(adapter)
-        found = [taken.values(batch, along, form) for batch in batches]
-        columns[form] = [one.values[b.mask] for b, one in zip(batches, found, strict=True)]
-        facts[form] = max(one.error for one in found)
+        method = Differences(adapter)
+        results = [method.values(batch, along, form) for batch in batches]
+        columns[form] = [one.values[b.mask] for b, one in zip(batches, results, strict=True)]
+        facts[form] = max(one.error for one in results)
     shift = ShiftedWeights(model, along)
     norm = shift.direction_norm()
     with torch.no_grad(), evaluation_mode(model), shift.open():
@@ -69,7 +65,7 @@ def differences(model: Any, draw: Draw) -> Shares:
                     losses[side] = response_losses(adapter, batch.inputs, batch.labels)[batch.mask]
                 columns[f"central {length:g}"].append((losses[h] - losses[-h]) / (2 * h))
                 columns[f"one_sided {length:g}"].append((losses[0.0] - losses[-h]) / h)
-    values = {name: torch.cat(found).double().numpy() for name, found in columns.items()}
+    values = {name: torch.cat(parts).double().numpy() for name, parts in columns.items()}
     values["row"] = places_of(draw.valued)[:, 0].astype(np.float64)
     sizes = [[*batch.labels.shape, int(batch.mask.sum())] for batch in batches]
     return Shares(values, facts | {"batches": sizes})
@@ -82,7 +78,8 @@ def records_of(draws: Draws) -> list[dict[str, Any]]:
     """
     every = tuple(range(draws.depth))
     whole = Scope("label", every, every, embedding=True, final=True, head=True)
-    found = []
+    truths = [shares.columns["total"] for shares in draws.shares]
+    records = []
     for form in FORMS:
         price = _FORWARDS[form] * _forward(draws)
         name = f"label, all parameters, {form.replace('_', '-')}"
@@ -90,17 +87,15 @@ def records_of(draws: Draws) -> list[dict[str, Any]]:
         for length in (None, *LENGTHS):
             column = form if length is None else f"{form} {length:g}"
             values = [shares.columns[column] for shares in draws.shares]
-            record = measured(draws, Setting(name, "label, differences", whole), values)
-            found.append(
-                replace(record, price=price).as_dict()
-                | {
-                    "usable": length is None,
-                    "length": length,
-                    "error": _error(values, draws),
-                    "stated": max(s.facts[form] for s in draws.shares) if length is None else None,
-                }
+            record = measured(draws, Setting(name, "label, differences", whole), values, price)
+            stated = max(s.facts[form] for s in draws.shares) if length is None else None
+            error = max(
+                float(np.linalg.norm(v - t) / np.linalg.norm(t))
+                for v, t in zip(values, truths, strict=True)
             )
-    return found
+            further = {"usable": length is None, "length": length, "error": error, "stated": stated}
+            records.append(record | further)
+    return records
 
 
 def _forward(draws: Draws) -> float:
@@ -108,9 +103,3 @@ def _forward(draws: Draws) -> float:
     batches = [batch for shares in draws.shares for batch in shares.facts["batches"]]
     shapes = [Shape.of(draws.model, rows, t).with_responses(count) for rows, t, count in batches]
     return sum(shape.forward for shape in shapes) / sum(shape.step for shape in shapes)
-
-
-def _error(values: Sequence[Numbers], draws: Draws) -> float:
-    truths = [shares.columns["total"] for shares in draws.shares]
-    norm = np.linalg.norm
-    return max(float(norm(v - t) / norm(t)) for v, t in zip(values, truths, strict=True))

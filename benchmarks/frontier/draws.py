@@ -139,5 +139,5 @@ def draw_rows(name: str, number: int, tokenizer: Any) -> Draw:
             why="a row that is valued twice counts twice",
             remedy=f"at most --draws {len(usable) // rows}",
         )
-    taken = [usable[place] for place in places]
-    return Draw(taken[:VALUED], taken[VALUED:])
+    drawn = [usable[place] for place in places]
+    return Draw(drawn[:VALUED], drawn[VALUED:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ from torch import Tensor
 
 from alphatoken.diagnose.subject import Subject, places_of
 from alphatoken.diagnose.valuing import Setting, full_gradient, read
-from alphatoken.direction.objective import forward_losses, objective_gradient
+from alphatoken.direction.objective import objective_gradient
 from alphatoken.direction.optimizers import frozen_preconditioners, full_preconditioners
 from alphatoken.errors import NumericalError
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model.batch import LabelledBatch, read_batch
-from alphatoken.model.modes import evaluation_mode
 from alphatoken.support.storage import replacing
 from benchmarks.frontier.draws import VALUED, Draw, draw_rows, formats_of
 from benchmarks.frontier.parts import part_names, part_values
@@ -39,7 +38,7 @@ class Shares:
 
     Attributes:
         columns: name -> a number a token: ``label/PART``, ``ESTIMATOR/layer i`` over the linears
-            of one layer, ``total`` (all parameters, by the library), ``loss`` and ``row``.
+            of one layer, ``total`` (all parameters, by the library), and ``row``.
         facts: sizes of the batch, which prices are computed from.
     """
 
@@ -60,9 +59,7 @@ class Shares:
             return cls(columns, json.loads(str(file["facts"])))
 
 
-def measure(
-    model: Any, draw: Draw, optimizer: torch.optim.Optimizer | None, report: Callable[[], None]
-) -> Shares:
+def measure(model: Any, draw: Draw, optimizer: torch.optim.Optimizer | None) -> Shares:
     """The shares of one draw, along G or along G as the optimizer's next step has it.
 
     Args:
@@ -70,7 +67,6 @@ def measure(
         draw: rows.
         optimizer: None for gradient descent; else what P is read from, exactly (the derivative of
             its step at the valued rows' own gradient).
-        report: called after each layer.
 
     Raises:
         NumericalError: the parts do not sum to the label value over all parameters.
@@ -83,45 +79,36 @@ def measure(
     settings = {
         f"{name}/layer {i}": Setting(name, (i,), 32) for name in CAPTURED for i in range(depth)
     }
-    seen = read(subject, draw.valued, along, list(settings.values()))
-    columns = {name: seen[setting] for name, setting in settings.items()}
-    columns |= {
-        "row": places_of(draw.valued)[:, 0].astype(np.float64),
-        "loss": _losses(subject, batches),
-    }
+    values = read(subject, draw.valued, along, list(settings.values()))
+    columns = {name: values[setting] for name, setting in settings.items()}
+    columns["row"] = places_of(draw.valued)[:, 0].astype(np.float64)
     columns["total"] = _label(subject, batches, along)
     if optimizer is not None:
         named = {n: p for n, p in model.named_parameters() if n in plain}
         frozen = frozen_preconditioners(optimizer, named)
         assert frozen is not None
-        held = {n: p * plain[n] for n, p in frozen.items()}
-        columns["frozen"] = _label(subject, batches, held)
+        scaled = {n: p * plain[n] for n, p in frozen.items()}
+        columns["frozen"] = _label(subject, batches, scaled)
         columns["plain"] = _label(subject, batches, plain)
         last = [Setting("alphatoken", (i,), 32) for i in range(depth)[-3:]]
         paper = read(subject, draw.valued, plain, last)
         columns["plain alphatoken K=3"] = np.sum([paper[s] for s in last], axis=0)
-    tables = []
-    for batch in batches:
-        found = part_values(subject.adapter, batch, along, report)
-        tables.append(found.values.double().numpy())
-        names = found.names
-    table = np.concatenate(tables)
-    columns |= {f"label/{name}": table[:, i] for i, name in enumerate(names)}
-    return Shares(columns, _facts(batches) | {"sum_error": _sum_error(columns, depth)})
-
-
-@torch.no_grad()
-def _losses(subject: Subject, batches: list[LabelledBatch]) -> Numbers:
-    """(n,) loss of each response token, dropout off."""
-    with evaluation_mode(subject.model):
-        found = [forward_losses(subject.adapter, b, "batch")[b.mask] for b in batches]
-    return np.concatenate([losses.double().cpu().numpy() for losses in found])
+    parts = torch.cat([part_values(subject.adapter, batch, along) for batch in batches])
+    columns |= zip(
+        (f"label/{name}" for name in part_names(depth)), parts.double().numpy().T, strict=True
+    )
+    facts = {
+        "tokens": sum(int(batch.mask.sum()) for batch in batches),
+        "batches": [[*batch.labels.shape, int(batch.mask.sum())] for batch in batches],
+        "sum_error": _sum_error(columns, depth),
+    }
+    return Shares(columns, facts)
 
 
 def _label(subject: Subject, batches: list[LabelledBatch], along: Mapping[str, Tensor]) -> Numbers:
     """Label values along a direction, by the library."""
-    found = [label_values(subject.adapter, batch, along)[batch.mask] for batch in batches]
-    values: Numbers = torch.cat(found).double().numpy()
+    parts = [label_values(subject.adapter, batch, along)[batch.mask] for batch in batches]
+    values: Numbers = torch.cat(parts).double().numpy()
     return values
 
 
@@ -145,17 +132,10 @@ def _sum_error(columns: Mapping[str, Numbers], depth: int) -> float:
     return error
 
 
-def _facts(batches: list[LabelledBatch]) -> dict[str, Any]:
-    return {
-        "tokens": sum(int(batch.mask.sum()) for batch in batches),
-        "batches": [[*batch.labels.shape, int(batch.mask.sum())] for batch in batches],
-    }
-
-
 # --- Adam ----------------------------------------------------------------------------------------
 
 
-def trained(model: Any, tokenizer: Any, report: Callable[[], None]) -> tuple[Any, Any]:
+def trained(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     """A copy after a few steps of AdamW on rows of every format, and its optimizer."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
@@ -168,7 +148,6 @@ def trained(model: Any, tokenizer: Any, report: Callable[[], None]) -> tuple[Any
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
-        report()
     optimizer.zero_grad()
     return model.eval(), optimizer
 

@@ -1,4 +1,23 @@
-"""Settings of the scorer as sums of a draw's columns."""
+"""Settings of the scorer as sums of a draw's columns, and what they cost in training steps.
+
+Prices are counted FLOPs over those of a training step of the same batch. Letters as in
+``benchmarks.floors``: N positions of the batch, R of them before a response token, P
+weights of one layer's linears, A the forward of one attention call, V x d the head. The head is
+counted at the R positions whose logits a loss reads, in steps and in values alike.
+
+    forward          L (2 N P + A) + 2 R V d
+    step             L (6 N P + 7/2 A) + 6 R V d
+    label            forward + H (2 N P + 2 A) - (q, k, v of the lowest layer) + m 2 N P + 2 R V d
+                     + 2 R V d for the head's own part
+    head's own part, final norm's   forward + 2 R V d each
+    captured         forward + 2 R V d + H (2 N P + B) - (q, k, v of the lowest) + m 2 N P
+
+where m layers are in scope and H lie from the lowest of them up: tangents are carried up, errors
+down, through all of those. B is what the backward through the attention takes: 5/2 A for path,
+3.1 A for direct and 4 A for alphatoken, which compute the weights anew (counted). The embedding's
+part starts below the first layer, so H = L. Lookups, norms and softmax count nothing, as in
+``torch.utils.flop_counter``. The direction (a backward on validation rows) is no part of it.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +26,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.floors import Shape
 from benchmarks.frontier.measure import CAPTURED, Numbers, Shares
 from benchmarks.frontier.parts import norm_groups
-from benchmarks.frontier.price import Scope
 
 
 @dataclass(frozen=True)
@@ -63,20 +82,20 @@ class Setting:
         columns, estimator = shares.columns, self.scope.estimator
         if self.kind:
             return columns[f"label/{self.kind}"]
-        found = np.zeros_like(columns["total"])
+        values = np.zeros_like(columns["total"])
         for layer in self.scope.layers:
-            found += columns[f"{estimator}/layer {layer}"]
+            values += columns[f"{estimator}/layer {layer}"]
         for group in norm_groups(depth_of(shares)):
             if group.start in self.scope.norms:
-                found += columns[f"label/norms {group.start}-{group.stop - 1}"]
+                values += columns[f"label/norms {group.start}-{group.stop - 1}"]
         for name, chosen in (
             ("embedding", self.scope.embedding),
             ("final norm", self.scope.final),
             ("head", self.scope.head),
         ):
             if chosen:
-                found += columns[f"label/{name}"]
-        return found
+                values += columns[f"label/{name}"]
+        return values
 
     def with_layers(self, layers: Sequence[int]) -> Setting:
         """The same of other layers."""
@@ -142,3 +161,47 @@ def plain(depth: int) -> Iterator[Setting]:
 def depth_of(shares: Shares) -> int:
     """Layers of the model that a draw was measured on."""
     return sum(name.startswith("label/layer ") for name in shares.columns)
+
+
+_BACKWARD = {"label": 2.0, "path": 2.5, "direct": 3.1, "alphatoken": 4.0}
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a setting computes.
+
+    Attributes:
+        estimator: "label" or a captured one.
+        layers: whose linears are in scope.
+        norms: layers whose norms are.
+        embedding: whether its part is.
+        final: whether the final norm's part is, in closed form.
+        head: whether its part is, in closed form.
+    """
+
+    estimator: str
+    layers: tuple[int, ...] = ()
+    norms: tuple[int, ...] = ()
+    embedding: bool = False
+    final: bool = False
+    head: bool = False
+
+    def lowest(self, depth: int) -> int:
+        """The first layer that a tangent or an error passes."""
+        return 0 if self.embedding else min((*self.layers, *self.norms), default=depth)
+
+
+def flops_of(shape: Shape, scope: Scope) -> float:
+    """FLOPs of a forward and the values, of a batch whose head is formed at the R positions."""
+    depth, linears = shape.depth, shape.contraction(1)
+    above = depth - scope.lowest(depth)
+    spent = float(shape.forward + shape.contraction(len(scope.layers)))  # M x
+    if above:
+        attention = _BACKWARD[scope.estimator] * shape.attention
+        spent += above * (linears + attention) + shape.head
+        # Below the lowest layer nothing moves, and no error is asked for.
+        if not (scope.embedding or scope.lowest(depth) in scope.norms):
+            spent -= 2 * shape.tokens * sum(i * o for i, o in shape.qkv)
+    elif scope.final:
+        spent += shape.head  # the error at the head's input, which the others have at hand
+    return spent + (shape.head if scope.head else 0)

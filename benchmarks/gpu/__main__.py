@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,41 @@ import torch
 from alphatoken.support.storage import write_json
 from benchmarks.gpu.numbers import numbers
 from benchmarks.gpu.page import JSON
-from benchmarks.gpu.properties import properties
 from benchmarks.gpu.training import training
 from benchmarks.measure import Run, machine
 from benchmarks.pages import load
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 300
+_FILES = ("tests/property/test_transformers.py", "tests/property/test_contraction.py")
+
+
+def properties(run: Run) -> Iterator[dict[str, Any]]:
+    """What pytest says of them; needs pytest and hypothesis."""
+    missing = [name for name in ("pytest", "hypothesis", "jaxtyping") if find_spec(name) is None]
+    if missing:
+        yield {"ok": None, "why": f"not installed: {', '.join(missing)}"}
+        return
+    # Of the machine's own plugins none is wanted, and its packages may warn of each other.
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
+    command += ["-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin", "-k"]
+    # Contractions draw their device among those that are here; models name it.
+    chosen = f"{run.device.type} or test_contraction"
+    command += [chosen, *(_FILES[1:] if run.quick else _FILES)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        yield {"ok": False, "why": f"not done within {SECONDS} s"}
+        return
+    counts = re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)
+    counted: dict[str, Any] = {kind: int(count) for count, kind in counts}
+    bad = "" if done.returncode == 0 else done.stdout[-1500:]
+    yield {"ok": done.returncode == 0 and counted.get("passed", 0) > 0, **counted, "why": bad}
+
 
 PARTS: dict[str, Callable[[Run], Iterator[dict[str, Any]]]] = {
     "numbers": numbers,
@@ -50,16 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not on_cpu and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --device cpu --out FOLDER shows that all runs")
     if not on_cpu:  # of several GPUs one is measured; trainers would spread over all of them
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[0]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
     path = JSON if options.out is None else options.out / "gpu.json"
     run = Run(torch.device(options.device), quick=on_cpu)
-    found = {"parts": {}, **load(path), "machine": machine(run.device)}
+    report = {"parts": {}, **load(path), "machine": machine(run.device)}
     for name in options.parts or PARTS:
-        found["parts"][name] = _asked(name, PARTS[name](run))
+        report["parts"][name] = _asked(name, PARTS[name](run))
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, found)
-    wrong = [name for name, part in found["parts"].items() if not part["ok"]]
+        write_json(path, report)
+    wrong = [name for name, part in report["parts"].items() if not part["ok"]]
     print(f"# written: {path}" + (f"; FAILED: {', '.join(wrong)}" if wrong else ""))
     return 1 if wrong else 0
 

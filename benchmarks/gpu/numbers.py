@@ -86,10 +86,10 @@ def _compared(
             model = in_dtype(base, dtype).to(run.device)
             with _kernel(model, row["kernel"]):
                 there = [
-                    {name: tensor.to(run.device) for name, tensor in given.items()}
-                    for given in (batch, validation)
+                    {name: tensor.to(run.device) for name, tensor in inputs.items()}
+                    for inputs in (batch, validation)
                 ]
-                found = _values(model, *there, row["estimator"]).double().cpu()
+                values = _values(model, *there, row["estimator"]).double().cpu()
         except AlphaTokenError as error:
             return {"error": None, "ok": False, "why": str(error)[:200]}
         except (RuntimeError, ImportError, ValueError, OSError) as error:
@@ -99,7 +99,7 @@ def _compared(
             absent = row["kernel"] != "math" and (missing or "No available kernel" in text)
             why = f"{type(error).__name__}: {text[:120]}"
             return {"error": None, "ok": None if absent else False, "why": why}
-    error = float((found - exact).norm() / exact.norm())
+    error = float((values - exact).norm() / exact.norm())
     return {"error": error, "ok": error <= ALLOWED[row["precision"]]}
 
 

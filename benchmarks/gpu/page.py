@@ -13,11 +13,11 @@ JSON = Path(__file__).resolve().parents[1] / "gpu.json"
 
 def tables() -> str:
     """All parts that were asked; one sentence where none was."""
-    found = load(JSON)
-    if not found:
+    report = load(JSON)
+    if not report:
         return "**No figure of a GPU exists yet**: none could be had.\n"
-    parts: list[str] = [", ".join(f"{k} {v}" for k, v in found["machine"].items()) + ".\n"]
-    for name, part in found["parts"].items():
+    parts: list[str] = [", ".join(f"{k} {v}" for k, v in report["machine"].items()) + ".\n"]
+    for name, part in report["parts"].items():
         rows = _numbers(part["rows"]) if name == "numbers" else part["rows"]
         head = list(dict.fromkeys(key for row in rows for key in row))
         body = [[_cell(row.get(key)) for key in head] for row in rows]
@@ -31,10 +31,10 @@ def _numbers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     by: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         by.setdefault((row["precision"], row["kernel"]), []).append(row)
-    found = []
+    worst = []
     for (precision, kernel), group in by.items():
         ran = [row for row in group if row["error"] is not None]
-        found.append(
+        worst.append(
             {
                 "precision": precision,
                 "kernel": kernel,
@@ -44,7 +44,7 @@ def _numbers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "why others did not": next((r["why"] for r in group if r["error"] is None), ""),
             }
         )
-    return found
+    return worst
 
 
 def _cell(value: Any) -> str:

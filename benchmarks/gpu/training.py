@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from alphatoken.data.stdlib import code_rows
-from benchmarks.machine import timed
-from benchmarks.measure import Run
+from benchmarks.measure import Run, timed
 
 Row = dict[str, Any]
 

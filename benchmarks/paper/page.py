@@ -54,7 +54,7 @@ def _head(column: Column) -> str:
 
 def _theirs(exhibit: Exhibit) -> dict[str, Mapping[str, str]]:
     """Head -> row -> the printed mean, without its deviation."""
-    found: dict[str, dict[str, str]] = {}
+    printed: dict[str, dict[str, str]] = {}
     same = len({group.methods for group in exhibit.groups}) == 1
     for group in exhibit.groups:
         for i, column in enumerate(exhibit.columns["full"]):
@@ -64,8 +64,8 @@ def _theirs(exhibit: Exhibit) -> dict[str, Mapping[str, str]]:
             head = f"{place}{_head(column)}"
             for line in group.lines:
                 if line.printed:
-                    found.setdefault(head, {})[line.name] = line.printed[i].split(" ±")[0]
-    return dict(found)
+                    printed.setdefault(head, {})[line.name] = line.printed[i].split(" ±")[0]
+    return dict(printed)
 
 
 # --- figures ------------------------------------------------------------------------------------
@@ -73,17 +73,17 @@ def _theirs(exhibit: Exhibit) -> dict[str, Mapping[str, str]]:
 
 def keep_figure(exhibit: Exhibit, work: Path) -> None:
     """The answers of a diagnosis and its pictures, where it has run; no row's text is in them."""
-    asked = exhibit.diagnosis
-    assert asked is not None
-    folder = work / "laptop" / exhibit.name / "laptop" / asked.name
+    wanted = exhibit.diagnosis
+    assert wanted is not None
+    folder = work / "laptop" / exhibit.name / "laptop" / wanted.name
     if not (folder / "diagnosis.json").is_file():
         return
     from alphatoken.diagnose.diagnosis import Diagnosis
 
-    found = Diagnosis.load(folder)
-    pictures = [f for f in found.figures if f.key.startswith(asked.figures)]
+    diagnosis = Diagnosis.load(folder)
+    pictures = [f for f in diagnosis.figures if f.key.startswith(wanted.figures)]
     content = {
-        "answer": [found.conclusion],
+        "answer": [diagnosis.conclusion],
         "figures": [{"key": f.key, "title": f.title} for f in pictures],
     }
     (RESULTS / f"{exhibit.name}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -96,9 +96,9 @@ def _figure(exhibit: Exhibit) -> str:
     kept = RESULTS / f"{exhibit.name}.json"
     if not kept.is_file():
         return "Not run at this scale yet.\n"
-    found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
-    parts = ["".join(f"- {sentence}\n" for sentence in found["answer"])]
+    content: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+    parts = ["".join(f"- {sentence}\n" for sentence in content["answer"])]
     parts += [
-        f"![{one['title']}](paper-{exhibit.name}-{one['key']}.svg)\n" for one in found["figures"]
+        f"![{one['title']}](paper-{exhibit.name}-{one['key']}.svg)\n" for one in content["figures"]
     ]
     return "\n".join(parts)

@@ -33,15 +33,15 @@ def write_sources(folder: Path, grid: str) -> dict[str, Path]:
     general = general_instructions()
     random.Random("paper retention").shuffle(general)
     stories = [{"text": row["text"][:LETTERS]} for row in read("tinystories/stories.jsonl")]
-    found: dict[str, Sequence[Any]] = {"retention": [*general[:GENERAL], *stories[:STORIES]]}
+    sources: dict[str, Sequence[Any]] = {"retention": [*general[:GENERAL], *stories[:STORIES]]}
     if grid == "sft":
-        found |= {"train": programs("train"), "target": programs("test"), "probes": _probes()}
+        sources |= {"train": programs("train"), "target": programs("test"), "probes": _probes()}
     elif grid == "metamath":
-        found |= {"train": mathematics("train"), "target": mathematics("test")}
+        sources |= {"train": mathematics("train"), "target": mathematics("test")}
     else:
-        found |= {"train": preferences(), "warm": general[GENERAL:]}
-    paths = {name: folder / f"{name}.jsonl" for name in found}
-    for name, rows in found.items():
+        sources |= {"train": preferences(), "warm": general[GENERAL:]}
+    paths = {name: folder / f"{name}.jsonl" for name in sources}
+    for name, rows in sources.items():
         write_jsonl(paths[name], rows)
     return paths
 

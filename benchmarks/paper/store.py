@@ -14,9 +14,9 @@ from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit, every
 from alphatoken_lab.paper.options import PaperOptions
 from alphatoken_lab.paper.rows import LETTERS, OTHER, SIZES
 from alphatoken_lab.paper.work import Work
-from alphatoken_lab.runner.folder import Status
 from alphatoken_lab.runner.grid import Cell
 from alphatoken_lab.runner.records import Record, records
+from alphatoken_lab.runner.running import Status
 from benchmarks.paper.sources import GENERAL, STORIES
 from benchmarks.selection.store import keep, lines_of, restore, spec_of
 
@@ -61,6 +61,6 @@ def kept_records(work: Work) -> list[Record]:
     """Records of the exhibit's cells from the store alone."""
     lines, digest = lines_of(_path(work)), _digest(work)
     others = {cell.name: cell for cell in work.cells}
-    found = {cell.name: lines.get(digest(cell, others)) for cell in work.cells}
-    status = {name: Status("missing" if line is None else "done") for name, line in found.items()}
-    return records(work.cells, found, status)
+    kept = {cell.name: lines.get(digest(cell, others)) for cell in work.cells}
+    status = {name: Status("missing" if line is None else "done") for name, line in kept.items()}
+    return records(work.cells, kept, status)

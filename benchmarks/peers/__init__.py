@@ -2,9 +2,3 @@
 
 What each peer computes, and how it is run: docs/peers.md.
 """
-
-from __future__ import annotations
-
-from benchmarks.peers.cases import CASES
-
-__all__ = ["CASES"]

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.diagnose.statistics import spearman
-from alphatoken.estimate.columns import contract_columns
+from alphatoken.estimate.captured import Captured, contract_columns
 from alphatoken.model.batch import label_mask, read_batch, to_token_index
-from alphatoken.scoring.captured import Captured
 from alphatoken.values import TokenValues
 from benchmarks.peers.peer import Peer, Work
 
@@ -47,8 +46,8 @@ def reference(work: Work, estimand: str) -> Tensor:
         assert isinstance(captured, Captured)
         with captured.forward(batch) as recording:
             recorder, errors = recording.recorder, captured.errors(recording)
-            (columns,) = contract_columns(recorder, errors, [m], names)
-        return columns.direct + columns.causal
+            ((direct, causal),) = contract_columns(recorder, errors, [m], names)
+        return direct + causal
     values = scorer(work, "label").score(work.batch).total
     return values if estimand == "label" else values.sum(1)
 
@@ -85,32 +84,32 @@ class Agreement:
         )
 
 
-def tokenwise(found: Tensor, work: Work, estimand: str) -> Tensor:
+def tokenwise(peer_values: Tensor, work: Work, estimand: str) -> Tensor:
     """A peer's values as one value a response token (b, t), 0 elsewhere."""
     labels = work.batch["labels"]
     values = {
-        "label": lambda: found,
-        "path": lambda: to_token_index(found),
-        "sample": lambda: found[:, None].expand(labels.shape),
+        "label": lambda: peer_values,
+        "path": lambda: to_token_index(peer_values),
+        "sample": lambda: peer_values[:, None].expand(labels.shape),
     }[estimand]()
     return values.masked_fill(~label_mask(labels), 0.0)
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
+def relative_error(actual: Tensor, wanted: Tensor) -> float:
     """Largest difference over the largest value; infinite for another shape or a NaN."""
-    if found.shape != wanted.shape:
+    if actual.shape != wanted.shape:
         return math.inf
-    error = float((found.double() - wanted.double()).abs().max() / wanted.abs().max())
+    error = float((actual.double() - wanted.double()).abs().max() / wanted.abs().max())
     return error if math.isfinite(error) else math.inf
 
 
-def agreement(peer: Peer, work: Work, found: Tensor, exact: Work | None = None) -> Agreement:
+def agreement(peer: Peer, work: Work, peer_values: Tensor, exact: Work | None = None) -> Agreement:
     """``found`` against our values in float64 (``exact``: the work in float64, if at hand)."""
     exact = exact or in_double(work)
     labels, counted = reference(exact, "label"), label_mask(work.batch["labels"])
     wanted = labels if peer.estimand == "label" else reference(exact, peer.estimand)
     return Agreement(
-        relative_error(found.detach(), wanted),
+        relative_error(peer_values.detach(), wanted),
         peer.allowed(next(work.model.parameters()).dtype),
-        spearman(tokenwise(found, work, peer.estimand)[counted], labels[counted]),
+        spearman(tokenwise(peer_values, work, peer.estimand)[counted], labels[counted]),
     )

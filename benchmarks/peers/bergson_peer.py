@@ -88,8 +88,10 @@ class Bergson:
         total: dict[str, Tensor] = {}
         for batch in self.work.validation:
             summed = PreprocessConfig(aggregation="sum")
-            found = self.collect(batch, self.rows, preprocess_cfg=summed).gradients
-            total = {p: total[p] + found[p] if total else found[p].clone() for p in self.places}
+            gradients = self.collect(batch, self.rows, preprocess_cfg=summed).gradients
+            total = {
+                p: total[p] + gradients[p] if total else gradients[p].clone() for p in self.places
+            }
         return total
 
     def scorer(self, query: dict[str, Tensor], writer: Any, *, tokens: bool) -> Any:
@@ -128,8 +130,8 @@ def by_position(work: Work) -> Run:
             scorer = bergson.scorer(bergson.query(), writer, tokens=True)
             scores = bergson.collect(work.batch, bergson.tokens, scorer=scorer).scores
         values = torch.zeros(work.batch["labels"].shape)
-        for row, (start, found) in enumerate(zip(starts, scores, strict=True)):
-            values[row, start : start + len(found)] = found[:, 0]
+        for row, (start, row_scores) in enumerate(zip(starts, scores, strict=True)):
+            values[row, start : start + len(row_scores)] = row_scores[:, 0]
         return values / work.count
 
     return run

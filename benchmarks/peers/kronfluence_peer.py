@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from benchmarks.peers.gram_ghost import concatenated
+from benchmarks.peers.autograd import concatenated
 from benchmarks.peers.peer import Batch, Peer, Run, Work, forward_losses
 
 
@@ -109,8 +109,8 @@ def pairwise(work: Work, *, per_token: bool) -> Run:
             )
         scores = analyzer.load_pairwise_scores("scores")
         assert scores is not None
-        found: Tensor = scores["all_modules"][0]
-        return found / work.count
+        values: Tensor = scores["all_modules"][0]
+        return values / work.count
 
     return run
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from alphatoken.errors import ConfigError
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
+from benchmarks.models import decoder, random_batch
 
 Batch = Mapping[str, Tensor]
 Run = Callable[[], Tensor]
@@ -25,6 +26,15 @@ Run = Callable[[], Tensor]
 ESTIMANDS = ("label", "path", "sample")
 REMEDY = 'pip install "alphatoken[bench]", or without touching torch: pip install --no-deps -r '
 REMEDY += "benchmarks/peers/requirements.txt"
+
+WIDTH, DEPTH, LAYERS, VOCABULARY = 256, 4, 3, 2048
+ROWS, LENGTH = 4, 64
+HELD_OUT_ROWS, HELD_OUT_LENGTH, HELD_OUT_BATCHES = 4, 128, 2
+
+DESCRIPTION = (
+    f"d={WIDTH}, {DEPTH} layers, K={LAYERS}, {ROWS} x {LENGTH} tokens, "
+    f"{HELD_OUT_BATCHES} validation batches of {HELD_OUT_ROWS} x {HELD_OUT_LENGTH}"
+)
 
 
 @dataclass(frozen=True)
@@ -140,12 +150,12 @@ def forward_losses(model: Any, batch: Batch) -> Tensor:
 def unpadded(batch: Batch) -> tuple[list[list[int]], list[list[int]], list[int]]:
     """Token ids and labels of each row without padding, and where the row starts."""
     ids, labels, starts = [], [], []
-    for row, wanted, seen in zip(
+    for row, wanted, real in zip(
         batch["input_ids"], batch["labels"], batch["attention_mask"].bool(), strict=True
     ):
-        ids.append(row[seen].tolist())
-        labels.append(wanted[seen].tolist())
-        starts.append(int(seen.nonzero()[0]))
+        ids.append(row[real].tolist())
+        labels.append(wanted[real].tolist())
+        starts.append(int(real.nonzero()[0]))
     return ids, labels, starts
 
 
@@ -169,3 +179,25 @@ def validation_gradient(work: Work) -> list[Tensor]:
         for sum_, part in zip(total, torch.autograd.grad(loss, weights), strict=True):
             sum_ += part
     return [t / work.count for t in total]
+
+
+# --- the work whose time and memory are measured -------------------------------------------------
+
+
+def random_rows(rows: int, length: int, seed: int) -> dict[str, Tensor]:
+    """Random tokens without padding, the first quarter of each row prompt."""
+    batch = random_batch(rows, length, VOCABULARY, seed=seed)
+    return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+
+def standard_model() -> torch.nn.Module:
+    """The decoder, in evaluation mode."""
+    made: torch.nn.Module = decoder(WIDTH, DEPTH, vocabulary=VOCABULARY)
+    return made.eval()
+
+
+def standard(own: torch.nn.Module | None = None, *, disposable: bool = False) -> Work:
+    """The work whose time and memory are measured."""
+    held_out = [random_rows(HELD_OUT_ROWS, HELD_OUT_LENGTH, 1 + i) for i in range(HELD_OUT_BATCHES)]
+    train = random_rows(ROWS, LENGTH, 0)
+    return Work(standard_model() if own is None else own, train, held_out, LAYERS, disposable)

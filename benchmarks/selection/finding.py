@@ -16,7 +16,6 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch import Tensor
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.data import EncodeOptions, Example, batches, encode_rows, read_rows
 from alphatoken.model.batch import label_mask
-from alphatoken.model.response_losses import response_losses
+from alphatoken.model.forward import response_losses
 
 ROWS, HELD, PARTS, BATCH, DRAWS = 80, 16, 4, 4, 500
 SHORT = 0.02
@@ -49,12 +48,8 @@ EXCESS = "excess loss after {} steps"
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Of the response tokens of one row: which were planted, and each number by name."""
-
-    planted: NDArray[np.bool_]
-    numbers: dict[str, Array]
+Row = tuple[NDArray[np.bool_], dict[str, Array]]
+"""Of the response tokens of one row: which were planted, and each number by name."""
 
 
 def find_dirt(
@@ -68,11 +63,11 @@ def find_dirt(
         rows: folder that ``rows.write_rows`` has filled.
         say: gets a line when something is done.
     """
-    held = examples_of(rows / "validation.jsonl", tokenizer)[:HELD]
-    parts = [next(batches(held[k::PARTS], HELD)) for k in range(PARTS)]
-    ends = walk(model, held)
+    clean = examples_of(rows / "validation.jsonl", tokenizer)[:HELD]
+    parts = [next(batches(clean[k::PARTS], HELD)) for k in range(PARTS)]
+    ends = walk(model, clean)
     say("the walk")
-    found: dict[str, Any] = {}
+    areas: dict[str, Any] = {}
     for task, marked in (("noisy-words", _replaced), ("noisy-responses", _exchanged)):
         examples = examples_of(rows / f"{task}.jsonl", tokenizer)[:ROWS]
         lines = _marks(rows, task)
@@ -81,11 +76,11 @@ def find_dirt(
         numbers = _numbers(model, examples, parts, lambda text, task=task: say(f"{task}: {text}"))
         numbers |= excess(model, ends, examples)
         say(f"{task}: excess losses")
-        each = [_Row(p, {k: v[i] for k, v in numbers.items()}) for i, p in enumerate(planted)]
+        each = [(p, {k: v[i] for k, v in numbers.items()}) for i, p in enumerate(planted)]
         if task == "noisy-responses":  # whole rows: one number each
-            each = [_mean(row) for row in each]
-        found[task] = _areas(each)
-    return found
+            each = [(p[:1], {k: np.asarray([v.mean()]) for k, v in row.items()}) for p, row in each]
+        areas[task] = _areas(each)
+    return areas
 
 
 def examples_of(path: Path, tokenizer: Any) -> list[Example]:
@@ -113,8 +108,8 @@ def _replaced(example: Example, mark: Mapping[str, Any], tokenizer: Any) -> NDAr
     agree = sum(a == b for a, b in zip(ids, whole["input_ids"], strict=False))
     if agree < min(len(ids), len(spans)):
         raise RuntimeError(f"{example.row.place}: the response is tokenised in another way")
-    found = [bool(bad[a:b].any()) for a, b in spans][: len(ids)]
-    return np.asarray([*found, *[False] * (len(ids) - len(found))])
+    marks = [bool(bad[a:b].any()) for a, b in spans][: len(ids)]
+    return np.asarray([*marks, *[False] * (len(ids) - len(marks))])
 
 
 def _exchanged(example: Example, mark: Mapping[str, Any], _: Any) -> NDArray[np.bool_]:
@@ -125,47 +120,47 @@ def _numbers(
     model: Any, examples: Sequence[Example], parts: Sequence[Any], say: Callable[[str], None]
 ) -> dict[str, list[Array]]:
     """By name: of each example the numbers of its response tokens."""
-    found: dict[str, list[Array]] = {"loss": _losses(model, examples)}
+    numbers: dict[str, list[Array]] = {"loss": _losses(model, examples)}
     say("losses")
     for name, options in SETTINGS.items():
         scorer = Scorer(model, parts, config=ScorerConfig(standard_errors=True, **options))
         scorer.warn = False
-        found |= {name: [], f"{name}, over its error": []}
+        numbers |= {name: [], f"{name}, over its error": []}
         for batch in batches(examples, BATCH):
             values = scorer.score(batch)
             error = values.standard_error().clamp(min=torch.finfo(torch.float32).tiny)
-            found[name] += _by_row(values.total, values.mask)
-            found[f"{name}, over its error"] += _by_row(values.total / error, values.mask)
+            numbers[name] += _by_row(values.total, values.mask)
+            numbers[f"{name}, over its error"] += _by_row(values.total / error, values.mask)
         say(name)
-    return found
+    return numbers
 
 
 def _losses(model: Any, examples: Sequence[Example]) -> list[Array]:
     """Turned round, so that the planted is lower as with values."""
     from alphatoken.model.protocol import find_adapter
 
-    adapter, found = find_adapter(model), list[Array]()
+    adapter, by_row = find_adapter(model), list[Array]()
     for batch in batches(examples, BATCH):
         labels = batch.pop("labels")
         with torch.no_grad():
             losses = response_losses(adapter, batch, labels)
-        found += _by_row(-losses, label_mask(labels))
-    return found
+        by_row += _by_row(-losses, label_mask(labels))
+    return by_row
 
 
-def walk(model: Any, held: Sequence[Example]) -> dict[int, list[Tensor]]:
+def walk(model: Any, clean: Sequence[Example]) -> dict[int, list[Tensor]]:
     """The parameters after each number of steps in ``WALK`` of training on the held rows."""
     walker = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(walker.parameters(), lr=RATE, weight_decay=0.0)
-    found: dict[int, list[Tensor]] = {}
-    drawn = itertools.chain.from_iterable(batches(held, BATCH) for _ in itertools.count())
+    ends: dict[int, list[Tensor]] = {}
+    drawn = itertools.chain.from_iterable(batches(clean, BATCH) for _ in itertools.count())
     for step, batch in zip(range(1, max(WALK) + 1), drawn, strict=False):
         optimizer.zero_grad()
         walker(**batch).loss.backward()
         optimizer.step()
         if step in WALK:
-            found[step] = [one.detach().clone() for one in walker.parameters()]
-    return found
+            ends[step] = [one.detach().clone() for one in walker.parameters()]
+    return ends
 
 
 def excess(
@@ -184,14 +179,14 @@ def excess(
                 one.copy_(before + share * (after - before))
         return _losses(model, examples)
 
-    found = {}
+    differences = {}
     for steps, end in ends.items():
         both = zip(losses(end, SHORT), losses(end, -SHORT), strict=True)
-        found[FIRST.format(steps)] = [(a - b) / (2 * SHORT) for a, b in both]
+        differences[FIRST.format(steps)] = [(a - b) / (2 * SHORT) for a, b in both]
     furthest = max(ends)
     both = zip(losses(ends[furthest], 1.0), losses(start, 0.0), strict=True)
-    found[EXCESS.format(furthest)] = [a - b for a, b in both]
-    return found
+    differences[EXCESS.format(furthest)] = [a - b for a, b in both]
+    return differences
 
 
 def _by_row(values: Tensor, mask: Tensor) -> list[Array]:
@@ -200,28 +195,24 @@ def _by_row(values: Tensor, mask: Tensor) -> list[Array]:
     ]
 
 
-def _mean(row: _Row) -> _Row:
-    return _Row(row.planted[:1], {k: np.asarray([v.mean()]) for k, v in row.numbers.items()})
-
-
-def _areas(rows: Sequence[_Row]) -> dict[str, Any]:
+def _areas(rows: Sequence[Row]) -> dict[str, Any]:
     generator = np.random.default_rng(0)
     draws = [generator.integers(len(rows), size=len(rows)) for _ in range(DRAWS)]
-    found: dict[str, Any] = {
+    areas: dict[str, Any] = {
         "rows": len(rows),
-        "planted": float(np.concatenate([row.planted for row in rows]).mean()),
+        "planted": float(np.concatenate([planted for planted, _ in rows]).mean()),
     }
-    for name in rows[0].numbers:
+    for name in rows[0][1]:
 
         def area(chosen: Sequence[int], name: str = name) -> float:
-            marked = np.concatenate([rows[i].planted for i in chosen])
-            numbers = np.concatenate([rows[i].numbers[name] for i in chosen])
+            marked = np.concatenate([rows[i][0] for i in chosen])
+            numbers = np.concatenate([rows[i][1][name] for i in chosen])
             return float("nan") if marked.all() or not marked.any() else auc(marked, -numbers)
 
         again = np.asarray([area(draw) for draw in draws])
         low, high = np.nanquantile(again, [0.025, 0.975])
-        found[name] = {"auc": area(range(len(rows))), "low": float(low), "high": float(high)}
-    return found
+        areas[name] = {"auc": area(range(len(rows))), "low": float(low), "high": float(high)}
+    return areas
 
 
 def main(model: str, rows: Path, out: Path) -> None:

@@ -73,21 +73,21 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     write_jsonl(folder / "retention.jsonl", [*general["retention"], *_stories(generator)])
     _code(folder, generator)
     _pairs(folder, generator)
-    held = [*parts["validation"], *parts["choosing"], *target, *general["retention"]]
-    _long(folder, {row["prompt"] for row in held}, parts["validation"], seed)
+    excluded = [*parts["validation"], *parts["choosing"], *target, *general["retention"]]
+    _long(folder, {row["prompt"] for row in excluded}, parts["validation"], seed)
     _of_library(folder, seed)
 
 
-def _long(folder: Path, held: set[str], validation: Sequence[Row], seed: int) -> None:
+def _long(folder: Path, excluded: set[str], validation: Sequence[Row], seed: int) -> None:
     """All rows that are not held, for runs of hundreds of steps, and more clean ones."""
     generator = random.Random(f"long {seed}")
     drawn = _shuffled(mathematics("train"), generator)
-    rows = [row for row in drawn if row["prompt"] not in held]
+    rows = [row for row in drawn if row["prompt"] not in excluded]
     words, marks = replaced(rows, DIRT, generator)
     swapped, _ = exchanged(rows, DIRT, generator)
-    others = [row for row in general_instructions() if row["prompt"] not in held]
+    others = [row for row in general_instructions() if row["prompt"] not in excluded]
     others = _shuffled(others, generator)[: len(rows) // 2]
-    more = [row for row in mathematics("test") if row["prompt"] not in held]
+    more = [row for row in mathematics("test") if row["prompt"] not in excluded]
     more = [*validation, *_shuffled(more, generator)]
     write_jsonl(folder / "long-clean.jsonl", rows)
     write_jsonl(folder / "long-words.jsonl", words)
@@ -123,17 +123,17 @@ def replaced(
     Also which words were: ``{"replaced": [0, 1, ...]}`` a row.
     """
     every = [word for row in rows for word in row["response"].split()]
-    found, marks = [], []
+    dirty_rows, marks = [], []
     for row in rows:
         parts = re.split(r"(\s+)", row["response"])
         bad = [bool(part.strip()) and generator.random() < share for part in parts]
         text = "".join(
             generator.choice(every) if b else part for part, b in zip(parts, bad, strict=True)
         )
-        found.append({**row, "response": text})
+        dirty_rows.append({**row, "response": text})
         words = [int(b) for part, b in zip(parts, bad, strict=True) if part.strip()]
         marks.append({"replaced": words})
-    return found, marks
+    return dirty_rows, marks
 
 
 def exchanged(
@@ -141,11 +141,11 @@ def exchanged(
 ) -> tuple[list[Row], list[bool]]:
     """This share of the rows with one another's responses, and which; none keeps its own."""
     chosen = generator.sample(range(len(rows)), round(share * len(rows)))
-    found = [dict(row) for row in rows]
+    swapped = [dict(row) for row in rows]
     for at, other in zip(chosen, [*chosen[1:], chosen[0]], strict=True):
-        found[at]["response"] = rows[other]["response"]
+        swapped[at]["response"] = rows[other]["response"]
     dirty = set(chosen)
-    return found, [i in dirty for i in range(len(rows))]
+    return swapped, [i in dirty for i in range(len(rows))]
 
 
 def mathematics(part: str) -> list[Row]:
@@ -159,13 +159,15 @@ def _answer(text: str) -> str:
 
 
 def general_instructions() -> list[Row]:
-    found = []
+    instructions = []
     for row in read("dolly_hhrlhf/train.jsonl"):
         _, _, rest = row["prompt"].partition("### Instruction:\n")
         instruction, marked, _ = rest.partition("### Response:")
         if marked and len(row["response"]) > 40:
-            found.append({"prompt": instruction.strip(), "response": row["response"].strip()})
-    return _fitting(found)
+            instructions.append(
+                {"prompt": instruction.strip(), "response": row["response"].strip()}
+            )
+    return _fitting(instructions)
 
 
 def _stories(generator: random.Random) -> list[Row]:
@@ -213,8 +215,8 @@ def _preference(row: Row) -> Row | None:
 def _pairs(folder: Path, generator: random.Random) -> None:
     """Pairs with a clear preference."""
     drawn = map(_preference, _shuffled(read("alpaca_eval/pairs.jsonl"), generator))
-    found = [row for row in drawn if row]
-    parts = cut(found, choosing=20, validation=32, target=48, train=None)
+    preferred = [row for row in drawn if row]
+    parts = cut(preferred, choosing=20, validation=32, target=48, train=None)
     for name, rows in parts.items():
         write_jsonl(folder / f"pairs-{name}.jsonl", rows)
     flipped = set(

@@ -16,9 +16,9 @@ from typing import Any
 
 from alphatoken.support.storage import write_json, write_jsonl
 from alphatoken_lab.commands.compare import parse
-from alphatoken_lab.runner.folder import GridFolder
 from alphatoken_lab.runner.grid import REFERENCES, Cell, Grid, all_cells
 from alphatoken_lab.runner.grid_file import read_grid
+from alphatoken_lab.runner.running import GridFolder
 from benchmarks.selection.rows import (
     DIRT,
     FLIPPED,
@@ -103,14 +103,14 @@ def keep(
     Returns:
         The number of lines.
     """
-    found, others = lines_of(path), {cell.name: cell for cell in cells}
+    lines, others = lines_of(path), {cell.name: cell for cell in cells}
     for cell in cells:
         result = folder.result(cell)
         if result is not None and cell.task != REFERENCES and folder.done(cell):
             figures = {name: _short(result[name]) for name in _FIGURES if name in result}
             digest = digest_of(cell, others)
-            found[digest] = {"cell": cell.name, "digest": digest, **figures}
-    order = sorted(found.values(), key=lambda line: (line["cell"], line["digest"]))
+            lines[digest] = {"cell": cell.name, "digest": digest, **figures}
+    order = sorted(lines.values(), key=lambda line: (line["cell"], line["digest"]))
     if order:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_jsonl(path, order)

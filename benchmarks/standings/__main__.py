@@ -24,12 +24,10 @@ from alphatoken.support.storage import replacing, write_json
 from alphatoken_lab.runner.running import run_here
 from benchmarks.frontier.draws import MODELS
 from benchmarks.pages import DOCS, load
-from benchmarks.standings.facts import Exam, asked, facts, places, shared_words, taught
-from benchmarks.standings.page import summary, write_report
-from benchmarks.standings.runs import Numbers, Setting
-from benchmarks.standings.tasks import TASKS, Scale, setting_of
+from benchmarks.standings.facts import facts, places, shared_words, taught, with_question
+from benchmarks.standings.page import DROPS, ENDS, drop, subset, summary, write_report
+from benchmarks.standings.runs import TASKS, Numbers, Scale, Setting, setting_of
 from benchmarks.standings.values import OF_THE_RUN, VALUES
-from benchmarks.standings.yardsticks import DROPS, ENDS, drop, subset
 
 SCALES = {
     "small": Scale(
@@ -57,7 +55,10 @@ SCALES = {
 }
 
 
-EXAMS = {"small": Exam(30, 2e-3, 200), "smollm2": Exam(10, 5e-5, 100)}
+EXAMS = {"small": (2e-3, 200), "smollm2": (5e-5, 100)}
+"""Learning rate and steps with which a model is taught the facts."""
+
+QUESTIONS = {"small": 30, "smollm2": 10}
 
 
 class Cells:
@@ -113,7 +114,7 @@ class Cells:
             np.save(file, numbers)
 
     def _train(self, weights: Callable[[], Numbers | None], seed: int, path: Path) -> None:
-        write_json(path, vars(self.setting.train(weights(), seed)))
+        write_json(path, self.setting.train(weights(), seed))
 
     def _drop(self, name: str, share: float, best: bool) -> Numbers:
         return drop(self.setting, self.values(name), share, best=best)
@@ -131,19 +132,19 @@ def measure(options: argparse.Namespace, key: str, task: str) -> None:
 def question(options: argparse.Namespace, key: str) -> None:
     """Which rows each value brings up for questions about planted facts."""
     model, tokenizer = _loaded(key)
-    path, known, exam = options.work / key / "facts.json", facts(), EXAMS[key]
+    path, people = options.work / key / "facts.json", facts()
     path.parent.mkdir(parents=True, exist_ok=True)
-    numbers = random.Random("questions").sample(range(len(known)), exam.questions)
-    found = load(path)
-    own = taught(model, tokenizer, known, exam)
+    numbers = random.Random("questions").sample(range(len(people)), QUESTIONS[key])
+    answers = load(path)
+    own = taught(model, tokenizer, people, *EXAMS[key])
     names = [name for name in VALUES if name not in OF_THE_RUN]
     tracker = Tracker(f"{MODELS[key].name}, facts", len(numbers), True)
     for place, number in enumerate(numbers, 1):
-        if str(number) not in found:
-            one = asked(own, tokenizer, known[number])
-            lexical = {"words in common": shared_words(known, number)}
-            found[str(number)] = {**lexical, **places(one, number, names)}
-            write_json(path, found)
+        if str(number) not in answers:
+            one = with_question(own, tokenizer, people[number])
+            lexical = {"words in common": shared_words(people, number)}
+            answers[str(number)] = {**lexical, **places(one, number, names)}
+            write_json(path, answers)
         tracker.report(place)
 
 

@@ -41,39 +41,30 @@ class Fact:
     answer: str
 
 
-@dataclass(frozen=True)
-class Exam:
-    """How a model is taught, and how many questions it is asked."""
-
-    questions: int
-    rate: float
-    steps: int
-
-
 def facts(seed: int = 0) -> list[Fact]:
     """All of them; a person's stand beside each other."""
     draw = random.Random(f"facts {seed}")
     names: dict[str, None] = {}
     while len(names) < PEOPLE:
         names["".join(draw.choices(_SYLLABLES, k=3)).capitalize()] = None
-    found = []
+    sentences = []
     for name in names:
         for verb, (question, answers) in _KINDS.items():
             answer = draw.choice(answers.split(","))
-            found.append(Fact(name, f"{name} {verb} {answer}.", question.format(name), answer))
-    return found
+            sentences.append(Fact(name, f"{name} {verb} {answer}.", question.format(name), answer))
+    return sentences
 
 
-def taught(model: Any, tokenizer: Any, known: Sequence[Fact], exam: Exam) -> Setting:
+def taught(model: Any, tokenizer: Any, people: Sequence[Fact], rate: float, steps: int) -> Setting:
     """The setting of the 200 rows, and of a model that was trained on them."""
-    pairs = [(f"Who is {f.person}?", f.sentence) for f in known]
+    pairs = [(f"Who is {f.person}?", f.sentence) for f in people]
     rows = encoded(pairs, tokenizer, max_length=LENGTH)
-    own = Setting(copy.deepcopy(model), rows, rows[:1], rows[:1], exam.steps, 8, exam.rate)
+    own = Setting(copy.deepcopy(model), rows, rows[:1], rows[:1], steps, 8, rate)
     own.stepped(own.model.train(), own.order(0), own.rates())
     return own
 
 
-def asked(own: Setting, tokenizer: Any, fact: Fact) -> Setting:
+def with_question(own: Setting, tokenizer: Any, fact: Fact) -> Setting:
     """J is the loss of the answer to this question."""
     pair = fact.question, fact.answer
     return replace(own, validation=encoded([pair], tokenizer, max_length=LENGTH))
@@ -84,10 +75,10 @@ def places(own: Setting, number: int, names: Sequence[str]) -> dict[str, int]:
     return {name: _place(np.bincount(own.row_of, VALUES[name](own)), number) for name in names}
 
 
-def shared_words(known: Sequence[Fact], number: int) -> int:
+def shared_words(people: Sequence[Fact], number: int) -> int:
     """The place by words in common with question and answer, the rarer the more they count."""
-    texts = [set(f.sentence.strip(".").split()) for f in known]
-    wanted = set(f"{known[number].question[:-1]} {known[number].answer}".split())
+    texts = [set(f.sentence.strip(".").split()) for f in people]
+    wanted = set(f"{people[number].question[:-1]} {people[number].answer}".split())
     weight = {w: np.log(len(texts) / sum(w in text for text in texts)) for w in set().union(*texts)}
     return _place(np.array([sum(weight[w] for w in text & wanted) for text in texts]), number)
 

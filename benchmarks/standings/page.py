@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from alphatoken.score.drawing import COLOURS, canvas, save
+from alphatoken.diagnose.statistics import spearman
+from alphatoken.score.page import COLOURS, canvas, save
 from alphatoken.support.storage import write_json
 from benchmarks.frontier.draws import MODELS
 from benchmarks.pages import DOCS, load, number, span, table
-from benchmarks.standings.tasks import TASKS
+from benchmarks.standings.runs import TASKS, UNITS, Numbers, Setting
 from benchmarks.standings.values import ONE_STEP
-from benchmarks.standings.yardsticks import DROPS, ENDS, above, lds, precision, rivals, subset
+
+DROPS = (0.01, 0.05, 0.2)
+"""Shares of the tokens that are left out."""
+
+ENDS = ("best", "worst")
+"""Whether those of highest value or of lowest."""
 
 
 def summary(cells: Any) -> dict[str, Any]:
@@ -37,7 +44,7 @@ def summary(cells: Any) -> dict[str, Any]:
     }
     shares = DROPS if scale.drops else ()
     random = {share: [loss(f"random {i} {share}") for i in range(scale.drops)] for share in shares}
-    spread = {share: statistics.stdev(found) for share, found in random.items()}
+    spread = {share: statistics.stdev(losses_after) for share, losses_after in random.items()}
     values = {}
     rivalled = [cells.values(name) for name in cells.names if name in ONE_STEP]
     for name in cells.names:
@@ -57,7 +64,7 @@ def summary(cells: Any) -> dict[str, Any]:
         }
     good = cells.setting.good
     return {
-        "says": TASKS[cells.folder.name].says,
+        "says": TASKS[cells.folder.name][0],
         "scale": {**asdict(scale), "without": sorted(scale.without)},
         "tokens": cells.setting.tokens,
         "good": None if good is None or not good.any() else float(good.mean()),
@@ -66,44 +73,44 @@ def summary(cells: Any) -> dict[str, Any]:
             unit: rivals(losses[unit, 0][: count[1]], losses[unit, 1]) if count[1] else None
             for unit in scale.units
         },
-        "spread": {str(share): found for share, found in spread.items()},
+        "spread": {str(share): losses_after for share, losses_after in spread.items()},
         "values": values,
     }
 
 
 def write_report(work: Path, docs: Path = DOCS) -> None:
     """Put what is measured in ``work`` into docs/standings.json, and draw the picture."""
-    found = {"runs": {}, "facts": {}, **load(docs / "standings.json")}
+    report = {"runs": {}, "facts": {}, **load(docs / "standings.json")}
     for path in sorted(work.glob("*/*/summary.json")):
-        found["runs"].setdefault(path.parts[-3], {})[path.parts[-2]] = load(path)
+        report["runs"].setdefault(path.parts[-3], {})[path.parts[-2]] = load(path)
     for path in sorted(work.glob("*/facts.json")):
-        found["facts"][path.parts[-2]] = recalled(load(path))
-    write_json(docs / "standings.json", found)
-    if found["runs"]:
-        _draw(found["runs"], docs / "standings.svg")
+        report["facts"][path.parts[-2]] = recalled(load(path))
+    write_json(docs / "standings.json", report)
+    if report["runs"]:
+        _draw(report["runs"], docs / "standings.svg")
 
 
 def recalled(places: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
     """Of each value: how often the right row is the first, and among five; its mean 1 / place."""
-    found = dict[str, dict[str, list[float]]]()
+    recall = dict[str, dict[str, list[float]]]()
     for name in next(iter(places.values())):
         own = np.array([one[name] for one in places.values()])
         draws = np.random.default_rng(0).integers(0, len(own), (1000, len(own)))
-        found[name] = {}
+        recall[name] = {}
         for kind, hits in {"first": own == 1, "in 5": own <= 5, "1 / place": 1 / own}.items():
             low, high = np.quantile(hits[draws].mean(1), [0.025, 0.975])
-            found[name][kind] = [float(hits.mean()), float(low), float(high)]
-    return {"questions": len(places), "values": found}
+            recall[name][kind] = [float(hits.mean()), float(low), float(high)]
+    return {"questions": len(places), "values": recall}
 
 
 def tables(kind: str, model: str, *tasks: str) -> str:
     """``lds MODEL``, ``rows MODEL``, ``drops MODEL TASK`` or ``facts MODEL``."""
     if kind == "facts":
         return _facts(load(DOCS / "standings.json")["facts"][model]["values"])
-    found = load(DOCS / "standings.json")["runs"][model]
+    tasks_of_model = load(DOCS / "standings.json")["runs"][model]
     if kind == "drops":
-        return _drops(found[tasks[0]])
-    return _lds(found) if kind == "lds" else _rows(found)
+        return _drops(tasks_of_model[tasks[0]])
+    return _lds(tasks_of_model) if kind == "lds" else _rows(tasks_of_model)
 
 
 def _lds(tasks: Mapping[str, Any]) -> str:
@@ -174,3 +181,76 @@ def _draw(models: Mapping[str, Any], path: Path) -> None:
 
 def _named(tasks: Mapping[str, Any]) -> list[str]:
     return list(next(iter(tasks.values()))["values"])
+
+
+# --- yardsticks -----------------------------------------------------------------------------------
+
+
+def subset(setting: Setting, unit: str, number: int) -> Numbers:
+    """Weights 0 and 1: half of the tokens, or all tokens of half of the rows."""
+    draw = np.random.default_rng([UNITS.index(unit), number, 2])
+    count = setting.tokens if unit == "tokens" else len(setting.rows)
+    kept = np.zeros(count)
+    kept[draw.permutation(count)[: count // 2]] = 1.0
+    return kept if unit == "tokens" else kept[setting.row_of]
+
+
+def drop(setting: Setting, values: Numbers, share: float, *, best: bool) -> Numbers:
+    """Weights without the share of the tokens of highest (else lowest) value."""
+    order = np.argsort(-values if best else values, kind="stable")
+    kept = np.ones(setting.tokens)
+    kept[order[: round(share * setting.tokens)]] = 0.0
+    return kept
+
+
+def lds(values: Numbers, subsets: Sequence[Numbers], losses: Sequence[float]) -> list[float]:
+    """Spearman of the summed values of each subset with -J after training on it.
+
+    Returns:
+        The correlation, and a 95 % interval that draws subsets anew.
+    """
+    return _interval(_sums(values, subsets), -np.asarray(losses))
+
+
+def above(
+    values: Numbers, others: Sequence[Numbers], subsets: Sequence[Numbers], losses: Sequence[float]
+) -> bool:
+    """Whether the LDS is above that of each of the others: paired 95 % intervals leave 0 out."""
+    wanted = -np.asarray(losses)
+    own = _redrawn(_sums(values, subsets), wanted)
+    gaps = [own - _redrawn(_sums(other, subsets), wanted) for other in others]
+    return all(float(np.nanquantile(gap, 0.025)) > 0 for gap in gaps)
+
+
+def _sums(values: Numbers, subsets: Sequence[Numbers]) -> Numbers:
+    return np.array([float(values @ kept) for kept in subsets])
+
+
+def precision(setting: Setting, values: Numbers) -> float | None:
+    """Average precision with which rows by their mean value bring up the good ones (AUPRC).
+
+    Chance is the share of good rows; None where all rows are alike.
+    """
+    good = setting.good
+    if good is None or good.all() or not good.any():
+        return None
+    sums = np.bincount(setting.row_of, values) / np.bincount(setting.row_of)
+    hits = good[np.argsort(-sums, kind="stable")]
+    return float((np.cumsum(hits) / np.arange(1, len(hits) + 1))[hits].mean())
+
+
+def rivals(losses: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Spearman of J after the same subsets in runs of two seeds: nothing is expected to pass it."""
+    return _interval(np.asarray(losses), np.asarray(others))
+
+
+def _interval(first: NDArray[Any], second: NDArray[Any]) -> list[float]:
+    low, high = np.nanquantile(_redrawn(first, second), [0.025, 0.975])
+    return [spearman(first, second), float(low), float(high)]
+
+
+def _redrawn(first: NDArray[Any], second: NDArray[Any]) -> Numbers:
+    """Spearman of 1,000 draws with repetition, the same ones whatever is asked."""
+    draw, count = np.random.default_rng(0), len(first)
+    drawn = (draw.integers(0, count, count) for _ in range(1000))
+    return np.array([spearman(first[places], second[places]) for places in drawn])

@@ -48,12 +48,12 @@ def _loss(setting: Setting) -> Numbers:
 @torch.no_grad()
 def _entropy(setting: Setting) -> Numbers:
     """Of the prediction: EAFT's weight, published as a rule."""
-    model, found = setting.model.eval(), []
+    model, entropies = setting.model.eval(), []
     for rows, batch in setting.batches():
         inputs = {name: x for name, x in batch.items() if name != "labels"}
         spread = torch.distributions.Categorical(logits=forward_of(model)(inputs)).entropy()
-        found.append((rows, spread.roll(1, 1)))  # what predicts a token stands before it
-    return setting.to_numbers(found)
+        entropies.append((rows, spread.roll(1, 1)))  # what predicts a token stands before it
+    return setting.to_numbers(entropies)
 
 
 def _adam(setting: Setting) -> Numbers:

@@ -13,8 +13,9 @@ import torch
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.model.protocol import find_adapter
-from benchmarks import exponent, machine, measure, results, targets
-from benchmarks.machine import timed
+from benchmarks import cases, measure, targets
+from benchmarks import run as results
+from benchmarks.measure import timed
 from benchmarks.models import Size
 from benchmarks.run import main
 
@@ -107,7 +108,7 @@ def test_alternate_takes_the_ratio_of_each_pair(monkeypatch: pytest.MonkeyPatch)
     def work(seconds: float) -> None:
         now[0] += seconds * next(speed)
 
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     found = measure.alternate(lambda: work(0.2), lambda: work(0.1), repeats=3, warm=False)
     assert found["ratio"] == pytest.approx(2.0)
     assert found["low"] <= found["ratio"] <= found["high"]
@@ -116,11 +117,11 @@ def test_alternate_takes_the_ratio_of_each_pair(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_exponent_is_the_slope_of_logs() -> None:
     lengths = [1024, 2048, 4096, 8192] * 2
-    slope, low, high = exponent.fitted_exponent(lengths, [3e-4 * n**1.2 for n in lengths])
+    slope, low, high = cases.fitted_exponent(lengths, [3e-4 * n**1.2 for n in lengths])
     assert math.isclose(slope, 1.2, rel_tol=1e-12)
     assert low <= slope <= high
     noisy = [n * (1.1 if i % 2 else 0.9) for i, n in enumerate(lengths)]
-    slope, low, high = exponent.fitted_exponent(lengths, noisy)
+    slope, low, high = cases.fitted_exponent(lengths, noisy)
     assert low < slope < high
 
 
@@ -135,7 +136,7 @@ def test_the_attention_clock_sees_both_passes_and_changes_no_value(
     model = size.model()
     plain = Scorer(model, validation, None, config).score(batch)
     adapter = find_adapter(model)
-    clock = exponent.AttentionClock(adapter)
+    clock = cases.AttentionClock(adapter)
     scorer = Scorer(model, validation, None, config, adapter=adapter)
     assert torch.equal(scorer.score(batch).total, plain.total)
     slept = _sleepy_kernel(monkeypatch)

@@ -14,7 +14,7 @@ from benchmarks.__main__ import WRITERS, pages
 from benchmarks.diagnoses.facts import FACTS, cell
 from benchmarks.diagnoses.subjects import SUBJECTS
 from benchmarks.pages import DOCS, filled, load
-from benchmarks.selection import page as selection
+from benchmarks.selection import report as selection
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda path: path.stem)
@@ -43,7 +43,7 @@ def test_a_difference_is_bold_by_three_seeds_only() -> None:
     assert selection._gap({**sure, "high": 0.1}) == "-0.500 [-0.600, +0.100]"
     assert selection._gap(None) == "–"
     entry = {"against": {"target": {"random": None, "dpo": sure}}}
-    assert selection._beside_plain(entry, "target") == "**-0.500 [-0.600, -0.400]**"
+    assert selection.to_plain(entry) == sure
 
 
 # --- diagnoses -----------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ from alphatoken.oracle import gradients, influence
 from benchmarks.measure import Run
 from benchmarks.models import decoder, random_batch
 from benchmarks.peak import fresh_mib
-from benchmarks.peers import cases, sizes
+from benchmarks.peers import cases
 from benchmarks.peers.agreement import agreement, ours, reference, relative_error, tokenwise
 from benchmarks.peers.autograd import per_token_autograd
+from benchmarks.peers.cases import ALL, BY_NAME
 from benchmarks.peers.peer import Peer, Work, started
-from benchmarks.peers.registry import ALL, BY_NAME
 
 RUN = Run(torch.device("cpu"))
 OWN = [peer for peer in ALL if not peer.requires]
@@ -175,7 +175,7 @@ def test_rows_of_peers_that_run_fail_or_are_missing(monkeypatch, capsys):
     unable = Peer("unable", "x", "label", broken)
     peers = (absent, unable, BY_NAME["gram_ghost_position"])
     monkeypatch.setattr(cases, "ALL", peers)
-    monkeypatch.setattr(sizes, "standard", small)
+    monkeypatch.setattr(cases, "standard", small)
     failed, timed = cases.peer_time(RUN)
     line = capsys.readouterr().err
     assert line.count("\n") == 1
@@ -196,6 +196,6 @@ def test_rows_of_peers_that_run_fail_or_are_missing(monkeypatch, capsys):
 
 @pytest.mark.timeout(180)
 def test_peak_memory_of_a_fresh_process():
-    assert 1 < fresh_mib("benchmarks.peers.child", "ours:path") < 1000
+    assert 1 < fresh_mib("benchmarks.peers.cases", "ours:path") < 1000
     with pytest.raises(RuntimeError, match="no_such_module"):  # what it said is in the message
         fresh_mib("benchmarks.no_such_module")

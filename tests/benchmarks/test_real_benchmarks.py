@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from alphatoken.estimate.names import ESTIMATORS
+from alphatoken.config import ESTIMATORS
 from benchmarks import real
 from benchmarks.measure import Run
 from benchmarks.targets import judged

@@ -12,8 +12,7 @@ import pytest
 from alphatoken_lab.commands.compare import parse
 from alphatoken_lab.runner.grid import all_cells
 from alphatoken_lab.runner.grid_file import read_grid
-from benchmarks.selection.hypotheses import HYPOTHESES
-from benchmarks.selection.paired import difference
+from benchmarks.selection.report import HYPOTHESES, apart, difference
 from benchmarks.selection.rows import DIRT, FLIPPED, LETTERS, write_rows
 
 GRIDS = sorted((Path(__file__).parents[2] / "benchmarks" / "selection").glob("*.yaml"))
@@ -82,9 +81,9 @@ def test_a_difference_is_weighted_by_tokens_and_paired() -> None:
     one = {0: each([1, 2], tokens), 1: each([2, 2], tokens), 7: each([9, 9], tokens)}
     other = {0: each([1, 1], tokens), 1: each([1, 1], tokens)}
     found = difference(one, other)
-    assert found.mean == pytest.approx((0.75 + 1.0) / 2)
-    assert found.seeds == 2
-    assert not found.apart  # two seeds say nothing
+    assert found["mean"] == pytest.approx((0.75 + 1.0) / 2)
+    assert found["seeds"] == 2
+    assert not apart(found)  # two seeds say nothing
     assert difference(one, {5: other[0]}) is None
 
 
@@ -114,7 +113,7 @@ def test_a_hypothesis_changes_no_more_than_its_option() -> None:
     of = {(cell.task, cell.policy): dict(cell.options) for cell in cells}
     meant = {"label": "label", "label-responses": "label"}  # bases by the name of their method
     for one in HYPOTHESES:
-        method, base = of[one.task, one.method], of[one.task, one.base]
+        method, base = of[one["task"], one["method"]], of[one["task"], one["base"]]
         if base.get("policy") in ("top", "label"):
             estimators = [o.get("estimator", meant.get(o["policy"])) for o in (method, base)]
             assert estimators[0] == estimators[1], one
@@ -128,10 +127,10 @@ def test_an_interval_weighs_rows_by_tokens_and_draws_seeds_too() -> None:
     zeros, seeds = [0.0] * 10, range(3)
     long = {"loss": [1.0, *zeros[1:]], "tokens": [1000.0, *[1.0] * 9]}
     found = difference(dict.fromkeys(seeds, long), {key: {**long, "loss": zeros} for key in seeds})
-    assert found.low == 0
-    assert found.high > 0.99
+    assert found["low"] == 0
+    assert found["high"] > 0.99
     even = {"loss": zeros, "tokens": [1.0] * 10}
     other = {**even, "loss": [3.0] * 10}
     found = difference({0: even, 1: even, 2: other}, dict.fromkeys(seeds, even))
-    assert (found.low, found.mean, found.high) == pytest.approx((0, 1, 3))
-    assert not found.apart
+    assert [found[end] for end in ("low", "mean", "high")] == pytest.approx([0, 1, 3])
+    assert not apart(found)

@@ -11,7 +11,7 @@ import torch
 
 from alphatoken.data import Example, Row, Turn
 from benchmarks.selection import finding
-from benchmarks.selection.finding import _areas, _Row, excess, walk
+from benchmarks.selection.finding import _areas, excess, walk
 
 
 def example(text: str, tokenizer: Any) -> Example:
@@ -24,8 +24,8 @@ def test_areas_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding, "DRAWS", 20)
     low, high = np.asarray([1.0, 5.0]), np.asarray([2.0, 9.0])
     rows = [
-        _Row(np.asarray([True, False]), {"found": low, "turned": -low, "blind": np.zeros(2)}),
-        _Row(np.asarray([True, False]), {"found": high, "turned": -high, "blind": np.zeros(2)}),
+        (np.asarray([True, False]), {"found": low, "turned": -low, "blind": np.zeros(2)}),
+        (np.asarray([True, False]), {"found": high, "turned": -high, "blind": np.zeros(2)}),
     ]
     areas = _areas(rows)
     assert areas["planted"] == 0.5

@@ -10,11 +10,10 @@ import pytest
 
 from alphatoken.support.storage import write_json
 from alphatoken_lab.commands.compare import parse
-from alphatoken_lab.runner.folder import GridFolder
 from alphatoken_lab.runner.grid import Cell, all_cells
 from alphatoken_lab.runner.grid_file import read_grid
+from alphatoken_lab.runner.running import GridFolder
 from benchmarks.selection import report, store
-from benchmarks.selection.paired import Difference
 
 GRID = """
 about: two methods of a small grid
@@ -149,14 +148,14 @@ def test_the_figures_are_of_what_was_measured(places: Path) -> None:
 
 
 def test_the_picture_over_steps_is_of_runs_on_wrong_words(tmp_path: Path) -> None:
-    def entry(method: str, gap: float) -> report.Entry:
-        against = {"target": {"standard": Difference(gap, gap - 0.1, gap + 0.1, 3)}}
-        return report.Entry(method, *[None] * 7, against=against)
+    def entry(method: str, gap: float) -> dict[str, Any]:
+        gap_of = {"mean": gap, "low": gap - 0.1, "high": gap + 0.1, "seeds": 3}
+        return {"method": method, "against": {"target": {"standard": gap_of}}}
 
     long = [entry("walk", -0.2), entry("random", 0.1)]
     tasks = {"words-16": [entry("walk", -0.1)], "words-400": long, "clean-400": long}
     found = report.over_steps(tasks)
-    assert {m: {n: g.mean for n, g in line.items()} for m, line in found.items()} == {
+    assert {m: {n: g["mean"] for n, g in line.items()} for m, line in found.items()} == {
         "walk": {16: -0.1, 400: -0.2}
     }
     report.draw_over_steps(found, tmp_path / "steps.svg")

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alphatoken.data import Example, Row
-from alphatoken.oracle.evaluate import batch_mask
+from alphatoken.oracle.gradients import batch_mask
 from alphatoken.oracle.run import run_end, run_loss
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import write_json
@@ -24,12 +24,10 @@ from benchmarks.pages import load
 from benchmarks.standings import __main__ as standings
 from benchmarks.standings import page
 from benchmarks.standings.__main__ import Cells
-from benchmarks.standings.facts import Exam, asked, facts, places, shared_words, taught
-from benchmarks.standings.page import summary
-from benchmarks.standings.runs import Numbers, Setting, Trained, forward_of
-from benchmarks.standings.tasks import TASKS, Scale
+from benchmarks.standings.facts import facts, places, shared_words, taught, with_question
+from benchmarks.standings.page import DROPS, above, drop, lds, precision, subset, summary
+from benchmarks.standings.runs import TASKS, Numbers, Scale, Setting, forward_of
 from benchmarks.standings.values import VALUES
-from benchmarks.standings.yardsticks import DROPS, above, drop, lds, precision, subset
 
 SCALE = Scale(
     rows=30, length=12, steps=5, size=6, rates={"mixed": 1e-2}, subsets=6, again=4, drops=2
@@ -69,7 +67,7 @@ def test_training_is_the_oracles_run() -> None:
     for given, weighted in ((None, None), (weights, kept)):
         end = run_end(own.model, forward_of(own.model), own.run(3), given)
         wanted = run_loss(own.model, forward_of(own.model), end, own.validations())
-        assert own.train(weighted, 3).validation == pytest.approx(wanted, abs=2e-5)
+        assert own.train(weighted, 3)["validation"] == pytest.approx(wanted, abs=2e-5)
     numbers = np.arange(own.tokens, dtype=np.float64)
     pairs = [(rows, placed(own, rows, numbers)) for rows, _ in own.batches()]
     assert np.array_equal(own.to_numbers(pairs), numbers)
@@ -79,7 +77,7 @@ def test_the_runs_own_values_rank_short_runs_best() -> None:
     """Not at 1: under Adam a weight of 0 is no small change, however small the rate."""
     own = replace(setting(steps=8), rate=3e-4)
     kept = [subset(own, "tokens", i) for i in range(24)]
-    losses = [own.train(weights, 0).validation for weights in kept]
+    losses = [own.train(weights, 0)["validation"] for weights in kept]
     found, low, high = lds(VALUES["run value"](own), kept, losses)
     assert found > 0.8
     assert low <= found <= high
@@ -123,7 +121,7 @@ def test_cells_are_kept_and_say_what_they_are(
     runs: list[int] = []
     train = Setting.train
 
-    def counted(own: Setting, weights: Any, seed: int) -> Trained:
+    def counted(own: Setting, weights: Any, seed: int) -> dict[str, float]:
         runs.append(seed)
         return train(own, weights, seed)
 
@@ -139,7 +137,7 @@ def test_cells_are_kept_and_say_what_they_are(
     report = load(docs / "standings.json")
     assert list(report["runs"]["small"]) == ["mixed", "words"]  # what another day measured stays
     found = report["runs"]["small"]["mixed"]
-    assert found["says"] == TASKS["mixed"].says
+    assert found["says"] == TASKS["mixed"][0]
     assert set(found["values"]) == {"random", "loss"}
     one = found["values"]["loss"]
     assert len(one["drops"]) == 2 * len(DROPS)
@@ -195,10 +193,10 @@ def test_a_right_row_has_the_place_that_its_value_gives_it(
     tokenizer = AutoTokenizer.from_pretrained(library_decoder)
     model = AutoModelForCausalLM.from_pretrained(library_decoder, dtype=torch.float32)
     known = facts()
-    own = taught(model, tokenizer, known, Exam(1, 2e-3, 30))
+    own = taught(model, tokenizer, known, rate=2e-3, steps=30)
     assert len(own.rows) == 200
     assert not torch.equal(*(next(m.parameters()) for m in (model, own.model)))
-    one = asked(own, tokenizer, known[7])
+    one = with_question(own, tokenizer, known[7])
     chosen = {"alike": one.row_of * 0.0, "alone": (one.row_of == 7) * 1.0}
     monkeypatch.setattr(
         "benchmarks.standings.facts.VALUES", {n: lambda _, v=v: v for n, v in chosen.items()}
@@ -216,12 +214,17 @@ def test_a_right_row_has_the_place_that_its_value_gives_it(
 def test_answers_are_kept_where_nothing_was_measured_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = {"_loaded": (None, None), "taught": None, "asked": None, "places": {"alike": 200}}
+    answers = {
+        "_loaded": (None, None),
+        "taught": None,
+        "with_question": None,
+        "places": {"alike": 200},
+    }
     for name, answer in answers.items():
         monkeypatch.setattr(standings, name, lambda *_, answer=answer: answer)
     work = tmp_path / "new"
     standings.question(argparse.Namespace(work=work), "small")
     found = load(work / "small" / "facts.json")
-    assert len(found) == standings.EXAMS["small"].questions
+    assert len(found) == standings.QUESTIONS["small"]
     assert {one["alike"] for one in found.values()} == {200}
     assert all(1 <= one["words in common"] <= 200 for one in found.values())

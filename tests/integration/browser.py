@@ -164,9 +164,9 @@ class Browser:
 @contextmanager
 def opened(page: Path, profile: Path, width: int = 1200) -> Iterator[Browser]:
     """The page in a browser; what tests do on it causes no error and fetches nothing."""
-    with Browser(profile) as found:
-        found.resize(width, 900)
-        found.open(page)
-        yield found
-        assert found.errors == []
-        assert [url for url in found.requests if not url.startswith(("file:", "data:"))] == []
+    with Browser(profile) as browser:
+        browser.resize(width, 900)
+        browser.open(page)
+        yield browser
+        assert browser.errors == []
+        assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []

@@ -34,8 +34,8 @@ def tokenizer() -> Any:
 def _loaded() -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    found: nn.Module = AutoModelForCausalLM.from_pretrained(model_folder())
-    return found.eval()
+    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(model_folder())
+    return loaded.eval()
 
 
 def model() -> nn.Module:
@@ -48,12 +48,12 @@ def rows(name: str) -> tuple[Row, ...]:
     """Rows of the standard library, in four forms; no two forms are of the same function."""
     if name == "topics":
         return tuple(text_rows(600))
-    found = code_rows(1200)
+    code = code_rows(1200)
     if name == "functions":
-        return tuple(found[:600])
+        return tuple(code[:600])
     if name == "summaries":  # body, then signature and docstring
-        return tuple(_row(row, row.response, row.prompt) for row in found[600:900])
-    names = ((row, row.prompt.split("(")[0].split()[-1]) for row in found[900:])
+        return tuple(_row(row, row.response, row.prompt) for row in code[600:900])
+    names = ((row, row.prompt.split("(")[0].split()[-1]) for row in code[900:])
     return tuple(_row(row, f"a function named {name}", row.prompt) for row, name in names)
 
 
@@ -69,13 +69,13 @@ def examples(name: str, first: int, count: int, length: int = 256) -> list[Examp
 @cache
 def _encoded(name: str, first: int, count: int, length: int) -> tuple[Example, ...]:
     options = EncodeOptions(max_length=length, on_empty="skip")
-    found: list[Example] = []
+    result: list[Example] = []
     place = first
-    while len(found) < count and place < len(rows(name)):
+    while len(result) < count and place < len(rows(name)):
         more, _ = encode_rows(rows(name)[place : place + count], tokenizer(), options)
-        found += more
+        result += more
         place += count
-    return tuple(found[:count])
+    return tuple(result[:count])
 
 
 def subject(
@@ -94,7 +94,7 @@ def subject(
     fields of ``Subject``.
     """
     name = KINDS[kind]
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": model(),
         "tokenizer": tokenizer(),
         "train": examples(name, 0, train_rows, length),
@@ -107,4 +107,4 @@ def subject(
         "batch_size": 4,
         "names": {"model": "library-260k", "train": name},
     }
-    return Subject(**given | changes)
+    return Subject(**fields | changes)

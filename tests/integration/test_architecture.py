@@ -51,7 +51,7 @@ REGISTRIES = {
     "alphatoken/__init__.py": "public names, loaded at first use",
     "alphatoken/score/__init__.py": "public names, loaded at first use",
     "alphatoken/train/__init__.py": "public names, loaded at first use",
-    "alphatoken/diagnose/registry.py": "a diagnostic, loaded at first use",
+    "alphatoken/diagnose/__init__.py": "a diagnostic, loaded at first use",
     "alphatoken/cli/program.py": "a command, loaded when it is called",
 }
 

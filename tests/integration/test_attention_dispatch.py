@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from alphatoken import Scorer
 from alphatoken.errors import ModelError, UnsupportedError
-from alphatoken.model.protocol import AttentionCall, NativeAttention
 from alphatoken.model.transformers import TransformersAdapter
 from tests.integration.tiny_scorer import BATCH, inputs, scorer_for
 from tests.property.architectures import BY_NAME
-from tests.property.profiles import budget
 
-IDS = torch.tensor([[1, 2, 3]])
 MISSING = object()
 
 
 @cache
 def adapter(index: int) -> TransformersAdapter:
-    """Models 0 and 1 share an implementation, model 2 has the other one."""
-    name, implementation = (("llama", "sdpa"), ("gemma3", "sdpa"), ("llama", "eager"))[index]
-    return TransformersAdapter(BY_NAME[name].build(index, implementation=implementation))
+    """Two models with one implementation of attention."""
+    return TransformersAdapter(BY_NAME[("llama", "gemma3")[index]].build(index))
 
 
 def entry(name: str) -> Any:
@@ -44,88 +38,6 @@ def registry() -> Iterator[None]:
     assert not ALL_ATTENTION_FUNCTIONS._local_mapping
     yield
     ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
-
-
-class Log:
-    """Overrides that write down who was called, outermost first."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def override(self, label: Any) -> Callable[[AttentionCall, NativeAttention], Tensor]:
-        def watched(call: AttentionCall, native: NativeAttention) -> Tensor:
-            self.seen.append(label)
-            return native(call.query, call.key, call.value)
-
-        return watched
-
-    def of_forward(self, index: int) -> list[Any]:
-        """Labels seen by one forward of a model."""
-        self.seen.clear()
-        with torch.no_grad():
-            adapter(index).forward({"input_ids": IDS})
-        return list(self.seen)
-
-    def enter(self, index: int, label: Any) -> AbstractContextManager[None]:
-        modules = [m for i in range(depth(index)) for m in adapter(index).attention_modules(i)]
-        context = adapter(index).override_attention(modules, self.override(label))
-        context.__enter__()
-        return context
-
-
-def depth(index: int) -> int:
-    return len(adapter(index).layers())
-
-
-def leave(context: AbstractContextManager[None], *, failing: bool) -> None:
-    if not failing:
-        context.__exit__(None, None, None)
-        return
-    error = KeyError("planned")
-    assert not context.__exit__(KeyError, error, None)
-
-
-@budget(0.4)
-@given(
-    models=st.lists(st.integers(0, 2), min_size=2, max_size=4),
-    order=st.randoms(use_true_random=False),
-    users=st.sets(st.sampled_from(["sdpa", "eager"])),
-    failing=st.booleans(),
-)
-# First in, first out: the first one's override came back for good.
-@example(models=[0, 1], order=None, users=set(), failing=False)
-@example(models=[0, 0], order=None, users={"sdpa"}, failing=True)
-def test_any_order_of_entering_and_leaving(
-    models: list[int], order: Any, users: set[str], failing: bool
-) -> None:
-    """Each forward is seen by the overrides active on its model, the last one entered first."""
-    log, used = Log(), []
-
-    def mine(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        used.append(1)
-        return ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"](module, *args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
-    for name in users:
-        ALL_ATTENTION_FUNCTIONS[name] = mine
-    before = {name: entry(name) for name in ("sdpa", "eager")}
-    waiting = list(enumerate(models))
-    active: list[tuple[int, int, AbstractContextManager[None]]] = []
-    while waiting or active:
-        arrives = bool(waiting) and (order is None or not active or order.random() < 0.5)
-        if arrives:
-            label, index = waiting.pop(0)
-            active.append((label, index, log.enter(index, label)))
-        else:
-            place = 0 if order is None else order.randrange(len(active))
-            leave(active.pop(place)[2], failing=failing)
-        for index in {0, 1, 2}:
-            labels = [label for label, model, _ in reversed(active) if model == index]
-            used.clear()
-            assert log.of_forward(index) == labels * depth(index)
-            name = "eager" if index == 2 else "sdpa"
-            assert len(used) == (depth(index) if name in users else 0)
-    assert before == {name: entry(name) for name in ("sdpa", "eager")}
 
 
 def scorer_of(index: int, estimator: str = "alphatoken") -> Scorer:

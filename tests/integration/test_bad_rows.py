@@ -54,7 +54,7 @@ def files(folder: Path, bad: Any, *more: Any, pairs: bool = False) -> tuple[str,
     """Ten good rows, a bad one in the fourth line and more at the end; and validation rows."""
     rows = [chat(f"{n}+{n}=", f"{2 * n}.") for n in range(10)]
     rows = [*rows[:3], bad, *rows[3:], *more]
-    held = [chat(f"{n}-{n}=", "0.") for n in range(4)]
+    validation = [chat(f"{n}-{n}=", "0.") for n in range(4)]
 
     def record(m: Any) -> Any:
         if isinstance(m, str):
@@ -62,20 +62,20 @@ def files(folder: Path, bad: Any, *more: Any, pairs: bool = False) -> tuple[str,
         pair = {"prompt": m[:1], "chosen": m[1:], "rejected": [m[1] | {"content": "no."}]}
         return pair if pairs else {"messages": m}
 
-    found = (jsonl(folder / f"{name}.jsonl", map(record, some))
-             for name, some in (("rows", rows), ("held", held)))  # fmt: skip
-    return str(next(found)), str(next(found))
+    paths = (jsonl(folder / f"{name}.jsonl", map(record, some))
+             for name, some in (("rows", rows), ("held", validation)))  # fmt: skip
+    return str(next(paths)), str(next(paths))
 
 
-def words_of(command: str, model: Path, rows: str, held: str, out: Path) -> list[str]:
+def words_of(command: str, model: Path, rows: str, validation: str, out: Path) -> list[str]:
     words = [command, "--model_name_or_path", str(model), "--train_file", rows]
     training = [
-        "--validation_file", held, "--output_dir", str(out), "--max_steps", "1",
+        "--validation_file", validation, "--output_dir", str(out), "--max_steps", "1",
         "--per_device_train_batch_size", "2", "--use_cpu", "--retention", "none", "--report_to",
         "none", "--policy", "random", "--bf16", "False", "--disable_tqdm", "True",
     ]  # fmt: skip
     more = {
-        "score": ["--validation_file", held, "--output_dir", str(out), "--no_report", "--quiet"],
+        "score": [*training[:4], "--no_report", "--quiet"],
         "fisher": ["--output_file", str(out), "--samples", "2", "--max_new_tokens", "2", "--quiet"],
     }.get(command, training)
     return words + more
@@ -97,8 +97,8 @@ def test_a_bad_row_is_named_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     bad, said = BAD[kind]
-    rows, held = files(tmp_path, bad, pairs=command == "dpo")
-    assert main(words_of(command, model, rows, held, tmp_path / "out")) == 2
+    rows, validation = files(tmp_path, bad, pairs=command == "dpo")
+    assert main(words_of(command, model, rows, validation, tmp_path / "out")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert said in error
     assert "rows.jsonl, line 4" in error
@@ -111,34 +111,29 @@ def test_a_bad_row_is_named_before_the_model_is_loaded(
 def test_a_fisher_names_the_first_bad_row_of_the_file(
     seed: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, held = files(tmp_path, BAD["template"][0], BAD["token"][0])
-    words = words_of("fisher", model, rows, held, tmp_path / "out")
+    rows, validation = files(tmp_path, BAD["template"][0], BAD["token"][0])
+    words = words_of("fisher", model, rows, validation, tmp_path / "out")
     assert main([*words, "--seed", seed]) == 2
     assert "rows.jsonl, line 4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["score", "fisher"])
+@pytest.mark.parametrize("command", ["score", "fisher", "sft", "dpo"])
 def test_bad_rows_are_passed_over_where_that_is_asked(
-    command: str, model: Path, tmp_path: Path
+    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     others = (BAD[kind][0] for kind in ("template", "half a character"))
-    rows, held = files(tmp_path, BAD["token"][0], *others, "{broken")
-    out = tmp_path / "out"
-    words = words_of(command, model, rows, held, out)
+    bad, pairs = BAD["token"][0], command == "dpo"
+    rows, validation = files(tmp_path, bad, *others, "{broken", pairs=pairs)
+    words = words_of(command, model, rows, validation, out := tmp_path / "out")
     assert main([*words, "--on_bad_rows", "skip"]) == 0
     if command == "score":
-        found = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
-        assert [row["place"].split()[-1] for row in found] == ["4", "12", "13", "14"]
-
-
-@pytest.mark.parametrize("command", ["sft", "dpo"])
-def test_so_they_are_in_training(command: str, model: Path, tmp_path: Path, capsys: Any) -> None:
-    rows, held = files(tmp_path, BAD["template"][0], "{broken", pairs=command == "dpo")
-    words = words_of(command, model, rows, held, tmp_path / "out")
-    assert main([*words, "--on_bad_rows", "skip"]) == 0
-    said = capsys.readouterr().err
-    assert "1 rows left out: broken JSON line" in said
-    assert "1 rows left out: the chat template refuses the conversation" in said
+        lines = (out / "bad_rows.jsonl").read_text().splitlines()
+        places = [json.loads(line)["place"].split()[-1] for line in lines]
+        assert places == ["4", "12", "13", "14"]
+    elif command != "fisher":
+        said = capsys.readouterr().err
+        assert "1 rows left out: broken JSON line" in said
+        assert "1 rows left out: the chat template refuses the conversation" in said
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -175,14 +170,8 @@ def test_columns_are_named_and_left_aside_where_rows_are_measured(
 ) -> None:
     records = [{"ask": "1+1=", "say": "2.", "functions": "add"}] * 2
     rows = jsonl(tmp_path / "rows.jsonl", records)
-    words = [
-        "evaluate",
-        str(model),
-        "--target_file",
-        str(rows),
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
+    words = ["evaluate", str(model), "--target_file", str(rows)]
+    words += ["--output_dir", str(tmp_path / "out")]
     remedies = {
         "--prompt_column": "ask", "--response_column": "say", "--unread_columns": "functions",
     }  # fmt: skip
@@ -195,11 +184,12 @@ def test_columns_are_named_and_left_aside_where_rows_are_measured(
 
 
 def test_folders_of_rows_are_read_by_all(model: Path, tmp_path: Path) -> None:
-    rows, held = files(tmp_path, chat("9+1=", "10."))
+    rows, validation = files(tmp_path, chat("9+1=", "10."))
     many = tmp_path / "many"
     many.mkdir()
     lines = Path(rows).read_text().splitlines(keepends=True)
     (many / "a.jsonl").write_text("".join(lines[:6]))
     (many / "b.jsonl").write_text("".join(lines[6:]))
     for command in ("score", "fisher", "sft"):
-        assert main(words_of(command, model, str(many), held, tmp_path / command)) == 0, command
+        words = words_of(command, model, str(many), validation, tmp_path / command)
+        assert main(words) == 0, command

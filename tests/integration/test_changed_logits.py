@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from alphatoken import masked_sft_loss
 from alphatoken.errors import InputError, ModelError
-from alphatoken.model import response_losses
-from tests.integration.tiny_scorer import BATCH, inputs, model_of, scorer_for
+from alphatoken.model import forward
+from tests.integration.tiny_scorer import BATCH, ESTIMATORS, inputs, model_of, scorer_for
 from tests.property.architectures import VOCABULARY
 
 # --- logits that are changed after the head -------------------------------------------------------
@@ -58,8 +58,8 @@ def test_changed_logits_have_the_values_of_their_own_loss(
     else:
         model.lm_head.register_forward_hook(lambda module, args, z: CHANGES[change](z))
     scorer = scorer_for(model, estimator)
-    found = scorer.verify(BATCH)  # of score and of observe, by one backward a token
-    assert found.passed, str(found)
+    result = scorer.verify(BATCH)  # of score and of observe, by one backward a token
+    assert result.passed, str(result)
     # The training step that shares the observed pass is the plain one as well.
     keep = BATCH["labels"] != -100
     gradients = []
@@ -89,26 +89,16 @@ def test_widened_logits_still_spare_the_logits_of_all_positions() -> None:
     model = model_of().float()
     expected = scorer_for(model, "path").score(BATCH).total
     model.register_forward_hook(replacing(lambda z: z.double()))
-    found = scorer_for(model, "path").score(BATCH).total
-    torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-5)
-    assert model.lm_head not in response_losses._CHANGED
+    actual = scorer_for(model, "path").score(BATCH).total
+    torch.testing.assert_close(actual.float(), expected, rtol=1e-4, atol=1e-5)
+    assert model.lm_head not in forward._CHANGED
     # What is changed on the way is seen all the same.
     model.register_forward_hook(replacing(lambda z: z.clamp(-0.5, 0.5)))
     assert scorer_for(model, "path").verify(BATCH).passed
-    assert model.lm_head in response_losses._CHANGED
+    assert model.lm_head in forward._CHANGED
 
 
 # --- scores of another forward, or of none --------------------------------------------------------
-
-
-EVERY: dict[str, dict[str, Any]] = {
-    "alphatoken": {"estimator": "alphatoken"},
-    "direct": {"estimator": "direct"},
-    "path": {"estimator": "path"},
-    "label": {"estimator": "label"},
-    "label over all parameters": {"estimator": "label", "parameters": "all"},
-    "walk": {"estimator": "walk", "layers": "all", "walk_steps": 1},
-}
 
 
 def log_probs_of(logits: Tensor) -> Tensor:
@@ -148,11 +138,11 @@ THE_SAME: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_scores_are_those_that_the_model_returned_or_refused(name: str) -> None:
     """One rule for all estimators: what was observed is what is valued."""
     model = model_of().eval()
-    scorer = scorer_for(model, **EVERY[name])
+    scorer = scorer_for(model, **ESTIMATORS[name])
     expected = scorer.score(BATCH)
     for change in OTHERS.values():
         with scorer.observe() as observed:
@@ -167,11 +157,11 @@ def test_scores_are_those_that_the_model_returned_or_refused(name: str) -> None:
         assert float(away) <= 3 * (values.error + expected.error) + 1e-4
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_scores_of_fewer_words_are_refused(name: str) -> None:
     """Their normaliser is another one, though each number is the model's."""
     model = model_of().eval()
-    scorer = scorer_for(model, **EVERY[name])
+    scorer = scorer_for(model, **ESTIMATORS[name])
     labels = BATCH["labels"].masked_fill(BATCH["labels"] == VOCABULARY - 1, -100)
     with scorer.observe() as observed:
         logits = model(**inputs(BATCH)).logits
@@ -187,8 +177,8 @@ def test_a_walk_is_no_difference_of_rounded_losses() -> None:
     for narrow in (torch.float32, torch.bfloat16):
         with scorer.observe() as observed:
             logits = model(**inputs(BATCH)).logits
-            found = observed.values(logits.to(narrow), BATCH["labels"]).total
-        assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
+            actual = observed.values(logits.to(narrow), BATCH["labels"]).total
+        assert float((actual - expected).norm()) <= 1e-5 * float(expected.norm())
 
 
 def test_scores_whose_output_is_gone_are_compared_with_another_forward() -> None:

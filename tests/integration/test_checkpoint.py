@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,12 +20,13 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError, DataError, NumericalError
 from alphatoken.support.storage import read_tensors
-from alphatoken.train import identity, manifest
+from alphatoken.train import manifest
 from alphatoken.train.checkpoint import STAGING
 from alphatoken.train.manifest import MANIFEST, latest_complete, verify
 from tests.integration import tiny_training as tiny
 from tests.integration.killed_run import Moment, Run, finish, kill
 from tests.places import NIGHTLY
+from tests.property.test_storage import file_size_limit
 
 WRITES = 153  # file operations of a run's three saves
 CLOCK = ("runtime", "per_second", "seconds", "scoring", "direction")
@@ -289,19 +288,20 @@ def test_another_reference_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"precompute_ref_log_probs": True}, {"peft_config": tiny.lora(), "ref_model": None}]
+    ("more", "cause"),
+    [
+        ({"precompute_ref_log_probs": True}, "precompute_ref_log_probs"),
+        ({"peft_config": tiny.lora(), "ref_model": None}, "adapters"),
+        ({"model": "adapter", "ref_model": None}, "adapters"),
+    ],
 )
-def test_a_reference_that_nothing_can_move_is_refused_at_once(tmp_path: Path, more: Any) -> None:
-    given = {"ref_model": tiny.model(), **SYNCED, **more}
-    with pytest.raises(ConfigError, match="sync_ref_model") as caught:
-        tiny.dpo(tmp_path, **given)
-    assert ("precompute_ref_log_probs" if len(more) == 1 else "adapters") in str(caught.value)
-
-
-def test_a_reference_beside_the_folder_of_an_adapter_cannot_move(tmp_path: Path) -> None:
-    get_peft_model(tiny.model(), tiny.lora()).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="sync_ref_model moves a reference.*Got: adapters"):
-        tiny.dpo(tmp_path / "run", model=str(tmp_path / "adapter"), **SYNCED)
+def test_a_reference_that_nothing_can_move_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: Any, cause: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    get_peft_model(tiny.model(), tiny.lora()).save_pretrained("adapter")
+    with pytest.raises(ConfigError, match=f"sync_ref_model.*{cause}"):
+        tiny.dpo(tmp_path / "run", **{"ref_model": tiny.model(), **SYNCED, **more})
 
 
 class _Holds(TrainerCallback):
@@ -485,19 +485,6 @@ class _Raise(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"learning_rate": 1e-3}, "learning_rate: 0.01 then, 0.001 now"),
-        ({"seed": 4, "max_grad_norm": 2.0}, "max_grad_norm: 1.0 then, 2.0 now; seed: 3 then"),
-    ],
-)
-def test_changed_options_are_named(run: Run, changed: dict[str, Any], named: str) -> None:
-    other = replace(run, options=changed)
-    with pytest.raises(ConfigError, match=named):
-        other.trainer().train(resume_from_checkpoint=True)
-
-
 @pytest.mark.filterwarnings("ignore:.*were reset:UserWarning")
 def test_a_step_in_smaller_parts_is_the_same_step(run: Run) -> None:
     """What one changes after an out-of-memory: the run goes on to the same weights but rounding."""
@@ -513,7 +500,10 @@ def test_a_step_in_smaller_parts_is_the_same_step(run: Run) -> None:
     assert max(float((whole[n] - parts[n]).abs().max()) for n in whole) < 1e-4
 
 
-def test_changed_data_is_named_and_harmless_options_are_free(run: Run) -> None:
+def test_what_has_changed_is_named_and_harmless_options_are_free(run: Run) -> None:
+    other = replace(run, options={"seed": 4, "max_grad_norm": 2.0}).trainer()
+    with pytest.raises(ConfigError, match="max_grad_norm: 1.0 then, 2.0 now; seed: 3 then, 4 now"):
+        other.train(resume_from_checkpoint=True)
     trainer = run.trainer()
     rows = trainer.train_dataset
     trainer.train_dataset = rows.select([*range(23), 22])
@@ -555,18 +545,6 @@ def test_model_only_checkpoints_are_no_place_to_go_on_from(tmp_path: Path) -> No
         run.trainer().train(resume_from_checkpoint=str(run.out / "checkpoint-1"))
 
 
-def test_old_checkpoints_go_when_the_new_one_is_whole(tmp_path: Path) -> None:
-    options = {"save_total_limit": 2, "save_steps": 1, "max_steps": 5}
-    run = Run("plain", tmp_path, options=options)
-    trainer = run.trainer()
-    trainer.train()
-    assert steps(run) == [4, 5]
-    assert trainer.args.save_total_limit == 2
-    assert sorted(path.name for path in run.out.iterdir()) == [
-        "README.md", "alphatoken-run.json", "checkpoint-4", "checkpoint-5",
-    ]  # fmt: skip
-
-
 def test_best_checkpoint_stays_and_is_found(tmp_path: Path) -> None:
     options = {
         "save_total_limit": 1, "save_steps": 1, "max_steps": 4, "eval_strategy": "steps",
@@ -579,7 +557,11 @@ def test_best_checkpoint_stays_and_is_found(tmp_path: Path) -> None:
     best = Path(str(trainer.state.best_model_checkpoint))
     losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
     assert best == run.out / f"checkpoint-{max(losses, key=lambda step: losses[step])}"
-    assert steps(run) == sorted({int(best.name.split("-")[1]), 4})
+    assert steps(run) == sorted({int(best.name.split("-")[1]), 4}), "old ones go"
+    assert trainer.args.save_total_limit == 1
+    assert {path.name for path in run.out.iterdir() if "checkpoint" not in path.name} == {
+        "README.md", "alphatoken-run.json",
+    }  # fmt: skip
     state = json.loads((run.out / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(best)
 
@@ -587,24 +569,11 @@ def test_best_checkpoint_stays_and_is_found(tmp_path: Path) -> None:
 # --- what cannot be written -----------------------------------------------------------------------
 
 
-@contextmanager
-def small_disk(largest: int) -> Iterator[None]:
-    """A file size limit in bytes: the kernel refuses longer writes, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 @pytest.mark.slow
 def test_full_disk_leaves_the_last_checkpoint(run: Run) -> None:
     shutil.rmtree(run.out / "checkpoint-8")
     with (
-        small_disk(100_000),
+        file_size_limit(100_000),
         pytest.raises(DataError, match="the checkpoint.*checkpoint-8' could not be written"),
     ):
         run.trainer().train(resume_from_checkpoint=True)
@@ -661,7 +630,7 @@ def test_nan_stops_the_run_and_the_last_checkpoint_is_whole(tmp_path: Path) -> N
 
 
 def test_a_digest_is_of_the_content() -> None:
-    of = identity.dataset_digest
+    of = manifest.dataset_digest
     rows, changed = tiny.sft_rows(30), tiny.sums(30)
     changed[17]["prompt"] += "?"
     shuffled = rows.shuffle(seed=1)
@@ -681,7 +650,7 @@ def test_a_digest_is_of_the_content() -> None:
 
 
 def test_a_digest_of_other_sequences() -> None:
-    of = identity.dataset_digest
+    of = manifest.dataset_digest
     rows = [{"input_ids": [i, i + 1], "labels": torch.tensor([i])} for i in range(1000)]
     assert of(rows) == of([dict(reversed(row.items())) for row in rows]) != of(rows[:-1])
     assert of(iter(rows)) is of(None) is None
@@ -695,7 +664,7 @@ def test_a_digest_of_other_sequences() -> None:
 
 def test_options_are_plain_and_complete(tmp_path: Path) -> None:
     run = Run("sft", tmp_path)
-    options = identity.run_options(run.trainer().args)
+    options = manifest.run_options(run.trainer().args)
     assert options == json.loads(json.dumps(options))
     assert {"policy", "keep_ratio", "learning_rate", "packing", "lr_scheduler_type"} <= set(options)
     assert not {"output_dir", "logging_steps", "save_steps", "report_to"} & set(options)

@@ -19,12 +19,11 @@ from safetensors.torch import load_file
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, select_top
 from alphatoken.cli import main
-from alphatoken.data import Example, batches, encode_rows, read_rows
-from alphatoken.estimate import contraction
+from alphatoken.data import Example, batches
+from alphatoken.direction import contraction
 from alphatoken.score import ScoredExample, read_values, value_files
-from tests.integration.small_world import World, write_rows
+from tests.integration.small_world import World, make_model, make_tokenizer, write_rows
 from tests.rows import jsonl
-from tests.tiny_language import make_model, make_tokenizer
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -50,15 +49,8 @@ def same(left: list[ScoredExample], right: list[ScoredExample]) -> bool:
 
 def by_hand(world: World, fisher: Path, **config: Any) -> tuple[Any, list[Example], Scorer]:
     """Tokenizer, training rows and scorer as the command makes them, by the Python call."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(world / "moved")
-    model = AutoModelForCausalLM.from_pretrained(world / "moved").eval()
-    train, held = (
-        encode_rows(read_rows(world / f"{name}.jsonl"), tokenizer)[0]
-        for name in ("train", "validation")
-    )
-    validation, drift = list(batches(held, 4)), FisherDrift.load(fisher)
+    model, tokenizer, train, validation_rows = world.loaded()
+    validation, drift = list(batches(validation_rows, 4)), FisherDrift.load(fisher)
     return tokenizer, train, Scorer(model, validation, drift, ScorerConfig(**config))
 
 
@@ -80,12 +72,12 @@ def test_files_hold_what_the_scorer_says(world: World, tmp_path: Path) -> None:
             values = scorer.score(batch)
             keep = select_top(values.total, values.mask, 0.5)
             for index in range(len(batch["input_ids"])):
-                found, length = scored[cursor], len(scored[cursor].ids)
-                for key, column in found.values.items():
+                example, length = scored[cursor], len(scored[cursor].ids)
+                for key, column in example.values.items():
                     expected = getattr(values, key)[index, :length].double().numpy()
                     assert np.array_equal(column, expected), key
-                assert np.array_equal(found.kept, keep[index, :length].numpy())
-                assert np.array_equal(found.response, values.mask[index, :length].numpy())
+                assert np.array_equal(example.kept, keep[index, :length].numpy())
+                assert np.array_equal(example.response, values.mask[index, :length].numpy())
                 cursor += 1
     assert cursor == 14
     assert scored[0].values.keys() >= SPLIT
@@ -110,10 +102,10 @@ def test_parameters_by_name_are_those_of_the_python_call(world: World, tmp_path:
     names = [name for name, _ in model.named_parameters() if "norm" in name or "embed" in name]
     assert set(names) < set(scorer.parameters)
     values = scorer.score(next(iter(batches(train[:4], 4))))
-    for index, found in enumerate(load(out)):
-        expected = values.total[index, : len(found.ids)].double().numpy()
-        assert np.array_equal(found.values["total"], expected)
-        assert SPLIT.isdisjoint(found.values)
+    for index, example in enumerate(load(out)):
+        expected = values.total[index, : len(example.ids)].double().numpy()
+        assert np.array_equal(example.values["total"], expected)
+        assert SPLIT.isdisjoint(example.values)
 
 
 def test_summary_and_report_agree_with_the_values(world: World, tmp_path: Path) -> None:
@@ -185,7 +177,7 @@ def test_values_that_do_not_agree_end_in_an_error(
 ) -> None:
     """The certificate is in the summary and the report, and the status says that it failed."""
     right = contraction.contract
-    monkeypatch.setattr(contraction, "contract", lambda *given: 1.01 * right(*given))
+    monkeypatch.setattr(contraction, "contract", lambda *arguments: 1.01 * right(*arguments))
     fisher = world / "fisher.safetensors"
     assert world.score(tmp_path, "--verify", 2, fisher=fisher, limit=4) == 2
     assert "the values do not agree with the oracle" in capsys.readouterr().err
@@ -379,9 +371,7 @@ Case = Callable[[World, Path], dict[str, object]]
 BAD: dict[str, tuple[Case, str]] = {
     "no file": (lambda w, t: {"train": t / "no.jsonl"}, "no such data file"),
     "no validation tokens": (
-        lambda w, t: {
-            "validation": jsonl(t / "v.jsonl", [ROW | {"response": ""}]),
-        },
+        lambda w, t: {"validation": jsonl(t / "v.jsonl", [ROW | {"response": ""}])},
         "no validation row is left",
     ),
     "too many validation rows": (
@@ -411,8 +401,6 @@ BAD: dict[str, tuple[Case, str]] = {
 def test_bad_input_is_one_line_that_says_what(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    import re
-
     case, message = BAD[name]
     status = world.score(tmp_path / "out", **case(world, tmp_path))
     output = capsys.readouterr()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +23,7 @@ from alphatoken import fit_fisher
 from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training import build_trainer
-from alphatoken.cli.training_data import RunData, load_run_data
+from alphatoken.cli.training_rows import load_run_data
 from alphatoken.data import Turn, pair_of
 from alphatoken.data.stdlib import write_files
 from alphatoken.errors import ConfigError, DataError, InputError
@@ -33,12 +31,10 @@ from alphatoken.score import read_values
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.manifest import RUN
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.python_rows import read_pairs, read_rows
 from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
-from tests.integration.small_world import saved_model
+from tests.integration.small_world import exchanges, make_tokenizer, saved_model
 from tests.places import nightly
 from tests.rows import jsonl
-from tests.tiny_language import draw_exchanges, make_tokenizer
 
 WORDS = {"sft": "response", "dpo": "chosen"}
 
@@ -82,7 +78,8 @@ class Letters:
 
 def load(
     command: str, tmp_path: Path, *words: str, tokenizer: Any = None, small: bool = True
-) -> RunData:
+) -> SimpleNamespace:
+    """Data sets by the trainer's arguments, and the notes."""
     kind = {"sft": AlphaSFTConfig, "dpo": AlphaDPOConfig}[command]
     drawn = ("--validation_rows", "2") if small else ()
     if "--retention" not in words:
@@ -91,7 +88,8 @@ def load(
         command, ["--use_cpu", "--bf16", "false", "--output_dir", str(tmp_path / "out"),
                   *drawn, *words], kind,
     )  # fmt: skip
-    return load_run_data(arguments, tokenizer or Letters())
+    datasets, notes = load_run_data(arguments, tokenizer or Letters())
+    return SimpleNamespace(**datasets, notes=notes)
 
 
 def before_labels(row: dict[str, list[int]]) -> list[int]:
@@ -110,14 +108,14 @@ def prompts(dataset: Any) -> list[str]:
 def test_rows_are_held_out_and_counted(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "train.jsonl", [*rows(20), *rows(3)])  # three come twice
     data = load("sft", tmp_path, "--train_file", str(file))
-    assert len(data.validation) == len(data.fisher) == 2
-    held = {*prompts(data.validation), *prompts(data.fisher)}
-    assert not held & set(prompts(data.train))
+    assert len(data.validation_dataset) == len(data.fisher_dataset) == 2
+    held = {*prompts(data.validation_dataset), *prompts(data.fisher_dataset)}
+    assert not held & set(prompts(data.train_dataset))
     said = " ".join(data.notes)
     assert "2 rows drawn for validation" in said
     assert "2 prompts drawn for the Fisher" in said
     again = sum(f"ask {i}\n" in held for i in range(3))  # copies of what was held out
-    assert len(data.train) == 23 - 4 - again
+    assert len(data.train_dataset) == 23 - 4 - again
 
 
 @pytest.mark.parametrize("base", ["laptop-sft", "laptop-lora", "metamath-gemma"])
@@ -132,10 +130,10 @@ def test_the_recommended_recipe_trains_on_every_row(base: str, tmp_path: Path) -
         "--bf16", "false", "--validation_file", str(clean), "--prompt_column", "prompt",
             "--no_chat_template",
     ]  # fmt: skip
-    data = load_run_data(read_arguments("sft", words, AlphaSFTConfig), Letters())
-    assert len(data.train) == 90
-    assert data.fisher is None
-    assert not [note for note in data.notes if "drawn" in note]
+    data, notes = load_run_data(read_arguments("sft", words, AlphaSFTConfig), Letters())
+    assert len(data["train_dataset"]) == 90
+    assert data["fisher_dataset"] is None
+    assert not [note for note in notes if "drawn" in note]
 
 
 def test_rows_that_a_policy_does_not_read_are_said_to_be_drawn(tmp_path: Path) -> None:
@@ -146,36 +144,31 @@ def test_rows_that_a_policy_does_not_read_are_said_to_be_drawn(tmp_path: Path) -
     assert "--validation_rows 0 trains on them" in said
     more = ("--fisher_prompts", "0", "--validation_rows", "0")
     whole = load("sft", tmp_path, "--train_file", str(file), "--policy", "standard", *more)
-    assert len(whole.train) == 20
+    assert len(whole.train_dataset) == 20
 
 
 @pytest.mark.parametrize(
-    ("name", "other"),
+    ("name", "words", "cause"),
     [
-        ("fisher_data", ("--retention", "none")),
-        ("fisher_file", ("--objective", "adaptation")),
+        ("fisher_data", ("--retention", "none"), "wanted"),
+        ("fisher_prompts", ("--retention", "none"), "wanted"),
+        ("fisher_file", ("--objective", "adaptation"), "wanted"),
+        ("fisher_data", ("--fisher_file", "FILE"), "fitted on it"),
+        ("fisher_prompts", ("--fisher_file", "FILE"), "fitted on it"),
     ],
 )
-def test_a_fisher_that_is_not_wanted_is_refused(
-    name: str, other: tuple[str, str], tmp_path: Path
+def test_a_fisher_that_would_go_unread_is_refused(
+    name: str, words: tuple[str, str], cause: str, tmp_path: Path
 ) -> None:
-    """Prompts that are drawn: below."""
     file = str(jsonl(tmp_path / "train.jsonl", rows(20)))
-    given = ("--validation_rows", "2", f"--{name}", file)
-    with pytest.raises(ConfigError, match=f"{name} is given, and no Fisher is wanted"):
-        load("sft", tmp_path, "--train_file", file, *given, *other, small=False)
-
-
-@pytest.mark.parametrize("name", ["fisher_data", "fisher_prompts"])
-def test_a_fisher_that_is_there_needs_no_prompts(name: str, tmp_path: Path) -> None:
-    file = str(jsonl(tmp_path / "train.jsonl", rows(20)))
-    given = (f"--{name}", "5" if name == "fisher_prompts" else file, "--fisher_file", file)
-    with pytest.raises(ConfigError, match=f"{name} is given, and no Fisher is fitted on it"):
-        load("sft", tmp_path, "--train_file", file, *given, small=False)
+    own = (f"--{name}", "5" if name == "fisher_prompts" else file, "--validation_rows", "2")
+    more = (file if word == "FILE" else word for word in words)
+    with pytest.raises(ConfigError, match=f"{name} is given, and no Fisher is {cause}"):
+        load("sft", tmp_path, "--train_file", file, *own, *more, small=False)
 
 
 def test_prompts_of_a_recipe_give_way_where_no_fisher_is_wanted(tmp_path: Path) -> None:
-    """A recipe serves several objectives: its prompts give way; typed ones are refused."""
+    """A recipe serves several objectives; what is typed is refused, as above."""
     file = str(jsonl(tmp_path / "train.jsonl", rows(20)))
     (tmp_path / "own.yaml").write_text("fisher_prompts: 5\n")
     words = ["--config", str(tmp_path / "own.yaml"), "--train_file", file, "--use_cpu",
@@ -183,10 +176,7 @@ def test_prompts_of_a_recipe_give_way_where_no_fisher_is_wanted(tmp_path: Path) 
     for more in ([], ["--retention", "none"]):
         arguments = read_arguments("sft", [*words, *more], AlphaSFTConfig)
         assert arguments.unread == ("fisher_prompts",)
-        assert load_run_data(arguments, Letters()).fisher is None
-    typed = read_arguments("sft", [*words, "--fisher_prompts", "5"], AlphaSFTConfig)
-    with pytest.raises(ConfigError, match="fisher_prompts is given, and no Fisher is wanted"):
-        load_run_data(typed, Letters())
+        assert load_run_data(arguments, Letters())[0]["fisher_dataset"] is None
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
@@ -198,8 +188,8 @@ def test_rows_that_repeat_validation_are_removed(command: str, tmp_path: Path) -
     words = ("--train_file", str(train), "--validation_file", str(held), "--fisher_prompts", "0")
     data = load(command, tmp_path, *words, small=False)
     read = prompts if command == "sft" else lambda rows_: rows_["prompt"]
-    assert "ask 3\n" not in read(data.train)
-    assert len(data.train) == 9
+    assert "ask 3\n" not in read(data.train_dataset)
+    assert len(data.train_dataset) == 9
     said = "1 training rows repeat a validation row or prompt and were removed."
     assert said in data.notes
 
@@ -211,9 +201,9 @@ def test_retention_rows_are_kept_out_of_training(tmp_path: Path) -> None:
         "sft", tmp_path, "--train_file", str(train), "--retention_data", str(kept),
         "--retention", "data",
     )  # fmt: skip
-    assert len(data.retention) == 2
-    assert data.fisher is None
-    assert "ask 9\n" not in prompts(data.train)
+    assert len(data.retention_dataset) == 2
+    assert data.fisher_dataset is None
+    assert "ask 9\n" not in prompts(data.train_dataset)
 
 
 def test_controls_train_on_the_same_rows(tmp_path: Path) -> None:
@@ -221,36 +211,39 @@ def test_controls_train_on_the_same_rows(tmp_path: Path) -> None:
     top = load("sft", tmp_path, "--train_file", file)
     for policy in ("random", "all"):
         control = load("sft", tmp_path, "--train_file", file, "--policy", policy)
-        assert prompts(control.train) == prompts(top.train)
+        assert prompts(control.train_dataset) == prompts(top.train_dataset)
 
 
+BROKEN: dict[str, tuple[list[dict[str, str]], list[str], tuple[str, ...]]] = {
+    "sft": (
+        [{"prompt": "p", "response": " "}, {"prompt": "x" * 200, "response": "long"}],
+        ["--max_length", "100"],
+        ("the response is empty", "longer than 99 tokens"),
+    ),
+    "dpo": (
+        [
+            {"prompt": "p", "chosen": "same", "rejected": "same"},
+            {"prompt": "q", "chosen": "one", "rejected": ""},
+            {"prompt": "y" * 80, "chosen": "one", "rejected": "two"},
+        ],
+        ["--max_prompt_length", "50"],
+        ("chosen and rejected are equal", "a response is empty", "longer than 50 tokens"),
+    ),
+}
+
+
+@pytest.mark.parametrize("command", BROKEN)
 def test_bad_rows_are_dropped_before_anything_is_drawn(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = [{"prompt": "p", "response": " "}, {"prompt": "x" * 200, "response": "long"}]
-    file = str(jsonl(tmp_path / "train.jsonl", [*rows(10), *broken]))
-    words = ("--train_file", file, "--max_length", "100")
-    assert len(load("sft", tmp_path, *words).train) == 6
-    assert "1 rows left out: the response is empty (train.jsonl, line 11)" in caplog.text
-    assert "longer than 99 tokens (train.jsonl, line 12)" in caplog.text
-    with pytest.raises(InputError, match="line 11"):
-        load("sft", tmp_path, *words, "--on_empty", "error")
-
-
-def test_bad_pairs_are_dropped_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    broken = [
-        {"prompt": "p", "chosen": "same", "rejected": "same"},
-        {"prompt": "q", "chosen": "one", "rejected": ""},
-        {"prompt": "y" * 80, "chosen": "one", "rejected": "two"},
-    ]
-    file = str(jsonl(tmp_path / "pairs.jsonl", [*pairs(10), *broken]))
-    words = ("--train_file", file, "--max_prompt_length", "50")
-    assert len(load("dpo", tmp_path, *words).train) == 6
-    assert "chosen and rejected are equal (pairs.jsonl, line 11)" in caplog.text
-    assert "a response is empty (pairs.jsonl, line 12)" in caplog.text
-    assert "longer than 50 tokens (pairs.jsonl, line 13)" in caplog.text
-    with pytest.raises(InputError, match="cannot be trained on"):
-        load("dpo", tmp_path, *words, "--on_empty", "error")
+    broken, words, causes = BROKEN[command]
+    made = rows(10) if command == "sft" else pairs(10)
+    words = ["--train_file", str(jsonl(tmp_path / "train.jsonl", [*made, *broken])), *words]
+    assert len(load(command, tmp_path, *words).train_dataset) == 6
+    for line, cause in enumerate(causes, start=11):
+        assert f"{cause} (train.jsonl, line {line})" in caplog.text
+    with pytest.raises(InputError, match="cannot be trained on.*line 11"):
+        load(command, tmp_path, *words, "--on_empty", "error")
 
 
 def test_a_hub_that_is_not_reached_is_one_error(tmp_path: Path) -> None:
@@ -278,8 +271,8 @@ def test_a_data_set_of_the_hub_may_be_a_folder_of_its_form(tmp_path: Path) -> No
         str(folder / "test.parquet"),
         "--fisher_prompts", "0", "--train_limit", "5", small=False,
     )  # fmt: skip
-    assert len(data.train) == 5
-    assert prompts(data.validation) == [f"ask {i}\n" for i in range(100, 103)]
+    assert len(data.train_dataset) == 5
+    assert prompts(data.validation_dataset) == [f"ask {i}\n" for i in range(100, 103)]
 
 
 def test_chats_are_written_by_the_template_or_as_text(tmp_path: Path) -> None:
@@ -292,7 +285,7 @@ def test_chats_are_written_by_the_template_or_as_text(tmp_path: Path) -> None:
 
     def first(*more: str) -> tuple[str, str]:
         data = load("sft", tmp_path, *words, *more, tokenizer=tokenizer, small=False)
-        row = data.validation[0]
+        row = data.validation_dataset[0]
         labelled = bytes(i for i, n in zip(row["input_ids"], row["labels"], strict=True) if n >= 0)
         return bytes(row["input_ids"]).decode(), labelled.decode()
 
@@ -308,65 +301,12 @@ def test_chats_are_written_by_the_template_or_as_text(tmp_path: Path) -> None:
     assert first("--completion_only_loss", "false") == (whole, whole)
 
 
-# --- records and checks, without a command line -------------------------------------------------
-
-CHECKED = {
-    "args": SimpleNamespace(
-        dataset_text_field="text", on_empty="error", remove_unused_columns=False, process_index=0
-    )
-}
+# --- pairs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("records", "problem", "bad"),
-    [
-        ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "\n"}], "empty", [1]),
-        ([{"messages": [{"role": "user", "content": "a"}]}], "empty", [0]),
-        ([{"messages": [{"role": "user", "content": "a"},
-                        {"role": "assistant", "content": "b"}]}], "", []),
-        ([{"conversations": [{"from": "human", "value": "a"},
-                             {"from": "gpt", "value": ""}]}], "empty", [0]),
-        ([{"text": ""}, {"text": "b"}], "empty", [0]),
-        ([{"input_ids": [1, 2], "labels": [-100, -100]},
-          {"input_ids": [1, 2], "labels": [-100, 2]}], "empty", [0]),
-    ],
-)  # fmt: skip
-def test_sft_rows_are_checked(records: Any, problem: str, bad: list[int]) -> None:
-    dataset = Dataset.from_list(records)
-    if not bad:
-        assert read_rows(dataset, "training", CHECKED) is dataset
-        return
-    with pytest.raises(InputError, match=rf"1 rows: .*{problem} \(row {bad[0]}\)"):
-        read_rows(dataset, "training", CHECKED)
-
-
-@pytest.mark.parametrize(
-    ("record", "problem"),
-    [
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
-        ({"prompt": "a", "chosen": "b", "rejected": "  "}, "is empty"),
-        ({"prompt": "a", "chosen": "", "rejected": ""}, "is empty"),
-        ({"chosen": [{"role": "assistant", "content": "b"}],
-          "rejected": [{"role": "assistant", "content": "b"}]}, "are equal"),
-    ],
-)  # fmt: skip
-def test_pairs_are_checked(record: dict[str, Any], problem: str) -> None:
-    fine = {**record, "prompt": "a", "chosen": "yes", "rejected": "no"}
-    if isinstance(record["chosen"], list):
-        fine = {k: [{"role": "assistant", "content": k}] for k in record}
-    dataset = Dataset.from_list([fine, record])
-    with pytest.raises(InputError, match=rf"1 of 2 mine rows.*1 rows: .*{problem} \(row 1\)"):
-        read_pairs(dataset, "mine", CHECKED)
-    read_pairs(dataset.select([0]), "mine", CHECKED)
-
-
-def test_columns_that_are_not_there_are_named() -> None:
-    with pytest.raises(InputError, match=r"none of the columns.*question"):
-        read_rows(Dataset.from_list([{"question": "a"}]), "training", CHECKED)
-    with pytest.raises(InputError, match="no column 'rejected'"):
-        read_pairs(Dataset.from_list([{"prompt": "a", "chosen": "b"}]), "training", CHECKED)
-    with pytest.raises(InputError, match="no rows"):
-        read_rows(Dataset.from_dict({"text": []}), "training", CHECKED)
+ASK, YES, NO = ([{"role": role, "content": text}] for role, text in (
+    ("user", "ask"), ("assistant", "yes"), ("assistant", "no")
+))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -374,56 +314,30 @@ def test_columns_that_are_not_there_are_named() -> None:
     [
         {"prompt": "ask", "chosen": "yes", "rejected": "no"},
         {"instruction": "ask", "chosen_response": "yes", "rejected_response": "no"},
-        {"prompt": [{"role": "user", "content": "ask"}],
-         "chosen": [{"role": "assistant", "content": "yes"}],
-         "rejected": [{"role": "assistant", "content": "no"}]},
+        {"prompt": ASK, "chosen": YES, "rejected": NO},
         {"conversations": [{"from": "human", "value": "ask"}],
          "chosen": {"from": "gpt", "value": "yes"}, "rejected": {"from": "gpt", "value": "no"}},
-        {"prompt": "ask",
-         "chosen": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "yes"}],
-         "rejected": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "no"}]},
+        {"prompt": "ask", "chosen": ASK + YES, "rejected": ASK + NO},
     ],
 )  # fmt: skip
 def test_pairs_are_written_in_many_ways(record: dict[str, Any]) -> None:
     pair = pair_of(record, 0, "here")
-    assert pair.prompt == (Turn("user", "ask"),)
-    assert pair.chosen == (Turn("assistant", "yes"),)
-    assert pair.rejected == (Turn("assistant", "no"),)
+    turns = (Turn("user", "ask"),), (Turn("assistant", "yes"),), (Turn("assistant", "no"),)
+    assert (pair.prompt, pair.chosen, pair.rejected) == turns
 
 
-def test_what_is_no_pair_is_refused() -> None:
-    with pytest.raises(DataError, match="a pair of texts has no prompt"):
-        pair_of({"chosen": "the sky is blue", "rejected": "the sky is black"}, 0, "here")
-    for record in (
-        {"chosen": "a", "rejected": "b"},
-        {"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}],
-         "rejected": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "x"}]},
-        {"chosen": 3, "rejected": 4},
-        {"prompt": "a", "chosen": "b"},
-    ):  # fmt: skip
-        with pytest.raises(DataError, match="here"):
-            pair_of(record, 0, "here")
-
-
-# --- what is refused before any work ------------------------------------------------------------
-
-
-def test_weights_that_were_cut_off_are_one_line(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The file ends in the middle, as after a broken download."""
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    file = jsonl(tmp_path / "train.jsonl", rows(20))
-    words = ["--train_file", str(file), "--validation_rows", "2"]
-    words += ["--layers", "1", "--use_cpu", "--bf16", "false", "--max_steps", "1"]
-    words += ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "out")]
-    assert main(["sft", *words]) == 2
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "alphatoken:" in line]
-    assert "model.safetensors is cut short" in said
-    assert "download it again" in said
+@pytest.mark.parametrize(
+    ("record", "cause"),
+    [
+        ({"chosen": "the sky is blue", "rejected": "the sky is black"}, "no prompt"),
+        ({"chosen": ASK + YES, "rejected": [{"role": "user", "content": "b"}, *NO]}, "here"),
+        ({"chosen": 3, "rejected": 4}, "here"),
+        ({"prompt": "a", "chosen": "b"}, "here"),
+    ],
+)
+def test_what_is_no_pair_is_refused(record: dict[str, Any], cause: str) -> None:
+    with pytest.raises(DataError, match=cause):
+        pair_of(record, 0, "here")
 
 
 # --- the Fisher's rows --------------------------------------------------------------------------
@@ -449,7 +363,8 @@ def test_the_fisher_is_fitted_on_held_out_prompts(
         "--fisher_max_new_tokens", "5", "--disable_tqdm", "true", "--report_to", "none",
     ]  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(model)
-    given = load_run_data(read_arguments(command, words, kind), tokenizer).fisher
+    datasets, _ = load_run_data(read_arguments(command, words, kind), tokenizer)
+    given = datasets["fisher_dataset"]
     found = given["prompt"] if command == "dpo" else [before_labels(row) for row in given]
     assert len(found) == 3
     own_ids = [tokenizer(f"ask {i}\n")["input_ids"] for i in range(50, 53)]
@@ -476,15 +391,6 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
     }
-
-
-def run(tmp_path: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(*words), capture_output=True, text=True, timeout=540, env=environment(tmp_path),
-        cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
 
 
 @pytest.fixture
@@ -730,7 +636,7 @@ def test_the_papers_recipes_run(
     family: str, tmp_path: Path, in_process: Callable[..., Any]
 ) -> None:
     """Magicoder SFT; the warm-up on chats of two turns; DPO from what the warm-up saved."""
-    said = [(e.prompt, " ".join(e.response)) for e in draw_exchanges(40, random.Random(0))]
+    said = [(row["prompt"], row["response"]) for row in exchanges(40, seed=0)]
     turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in said]
     jsonl(tmp_path / "rows.jsonl", [{"problem": a, "solution": b} for a, b in said])
     jsonl(tmp_path / "chats.jsonl", [

@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
 
 from alphatoken.errors import UnsupportedError
-from alphatoken.train import fused_head, hooks
+from alphatoken.train import hooks, log_prob_proxy
 from alphatoken.train.hooks import MODULES, NEEDED, OVERRIDDEN
 from alphatoken.train.shards import Fsdp2Sharding
 from tests.integration import tiny_training as tiny
@@ -174,15 +174,15 @@ def test_all_that_is_looked_for_at_construction_has_a_contract() -> None:
 
 @pytest.fixture
 def head_anew() -> Iterator[None]:
-    fused_head.require_fused_head.cache_clear()
+    log_prob_proxy.require_fused_head.cache_clear()
     yield
-    fused_head.require_fused_head.cache_clear()
+    log_prob_proxy.require_fused_head.cache_clear()
 
 
 @pytest.mark.usefixtures("head_anew")
 def test_the_node_of_trls_fused_head_is_read_as_it_is() -> None:
-    """Node's name, saved tensors, settings, dtype and needed gradients: train/fused_head.py."""
-    fused_head.require_fused_head()
+    """Node's name, saved tensors, settings, dtype and needed gradients: train/log_prob_proxy.py."""
+    log_prob_proxy.require_fused_head()
 
 
 @pytest.mark.usefixtures("head_anew")
@@ -449,7 +449,7 @@ def _configured() -> bool:
 
 
 def _chunks() -> bool:
-    return at(f"{UTILS}:_ChunkedLogProbFunction").__name__ + "Backward" == fused_head._NODE
+    return at(f"{UTILS}:_ChunkedLogProbFunction").__name__ + "Backward" == log_prob_proxy._NODE
 
 
 OTHERS: dict[str, tuple[str, Check]] = {
@@ -467,30 +467,31 @@ OTHERS: dict[str, tuple[str, Check]] = {
         "direction/optimizers.py", _hooks_of_gradients,
     ),
     "torch: Module._buffers": (
-        "model/modes.py", lambda: "running_mean" in nn.BatchNorm1d(1)._buffers
+        "model/forward.py", lambda: "running_mean" in nn.BatchNorm1d(1)._buffers
     ),
     "torch: Node._input_metadata": ("estimate/derivatives.py", _of_a_graph),
     "torch: Module._forward_hooks, ._forward_pre_hooks, ._backward_hooks, ._backward_pre_hooks": (
         "model/fingerprint.py, model/head.py", _hooked,
     ),
     "torch: Module._compiled_call_impl, OptimizedModule._orig_mod, _modules": (
-        "model/modes.py, train/layouts.py", _compiles,
+        "model/forward.py, train/refusals.py", _compiles,
     ),
     "torch: Module._parameters": (
         "model/sharding.py", lambda: "weight" in nn.Linear(1, 1)._parameters
     ),
     "torch: _DropoutNd": (
-        "model/modes.py", lambda: issubclass(nn.Dropout, at("torch.nn.modules.dropout:_DropoutNd"))
+        "model/forward.py",
+        lambda: issubclass(nn.Dropout, at("torch.nn.modules.dropout:_DropoutNd")),
     ),
     "torch: _scaled_dot_product_flash_attention_for_cpu, "
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
-        "diagnose/cost.py", lambda: all(
+        "diagnose/estimators.py", lambda: all(
             hasattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}")
             for end in ("", "_backward")
         ),
     ),
     "torch: _python_dispatch.TorchDispatchMode, _pytree.tree_leaves": (
-        "certificate/tolerances.py", lambda: at("torch.utils._python_dispatch:TorchDispatchMode")
+        "certificate/expected.py", lambda: at("torch.utils._python_dispatch:TorchDispatchMode")
         and at("torch.utils._pytree:tree_leaves")([1, [2]]) == [1, 2],
     ),
     "transformers: _local_mapping, _global_mapping": ("model/dispatch.py", _dispatches),
@@ -512,25 +513,25 @@ OTHERS: dict[str, tuple[str, Check]] = {
     "transformers: _output_capturing_hooks_installed": ("model/fingerprint.py", _captures_outputs),
     "transformers: _attn_implementation": ("model/transformers.py", _configured),
     "transformers: _no_split_modules": (
-        "train/layouts.py",
+        "train/distributed.py",
         lambda: "LlamaDecoderLayer" in tiny.model(layers=1)._no_split_modules,
     ),
     "transformers: gated delta nets": ("model/delta_dispatch.py", _delta_nets),
     "transformers: ExportableState": (
-        "train/callback_state.py",
+        "train/checkpoint.py",
         lambda: {"args", "attributes"} <= at("transformers:EarlyStoppingCallback")(1).state().keys()
     ),
     "transformers: _add_dataclass_arguments, _parse_dataclass_field": ("cli/arguments.py", _parses),
     "Python: _actions, _option_string_actions": ("cli/arguments.py", _own_parsers),
     "Python: _getframe": ("errors.py", lambda: sys._getframe().f_code is not None),
-    "trl: _ChunkedLogProbFunction": ("train/fused_head.py", _chunks),
+    "trl: _ChunkedLogProbFunction": ("train/log_prob_proxy.py", _chunks),
     "trl: get_peft_config, get_quantization_config, create_model_from_path": (
         "cli/training.py, lab", lambda: takes(at(f"{UTILS}:get_peft_config"), ANY)
         and takes(at(f"{UTILS}:get_quantization_config"), ANY)
         and takes(at(f"{UTILS}:create_model_from_path"), "name", dtype="auto"),
     ),
     "trl: add_fused_lm_head": (
-        "train/fused_head.py", lambda: takes(at(f"{UTILS}:add_fused_lm_head"), ANY)
+        "train/log_prob_proxy.py", lambda: takes(at(f"{UTILS}:add_fused_lm_head"), ANY)
     ),
     "trl: FusedCausalLMOutput": (
         "train/log_prob_proxy.py", lambda: {"log_probs", "aux_loss"}
@@ -540,8 +541,10 @@ OTHERS: dict[str, tuple[str, Check]] = {
     "peft: load_peft_weights": (
         "model/loading.py", lambda: takes(at("peft.utils:load_peft_weights"), "folder")
     ),
-    "accelerate: layouts": ("train/layouts.py, direction/optimizers.py", _accelerates),
-    "torch_optimizer: _rectify, _weight_decouple": ("direction/updates.py", _other_optimizers),
+    "accelerate: layouts": ("train/distributed.py, direction/optimizers.py", _accelerates),
+    "torch_optimizer: _rectify, _weight_decouple": (
+        "direction/preconditioner.py", _other_optimizers
+    ),
 }  # fmt: skip
 
 

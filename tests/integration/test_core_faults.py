@@ -25,12 +25,11 @@ from alphatoken.errors import (
     NumericalError,
     UnsupportedError,
 )
-from alphatoken.estimate.proofs import prove_documents
-from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.estimate.batch_proofs import prove_documents
+from alphatoken.model.batch import LabelledBatch, embedding_rows, read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import find_scope
 from alphatoken.model.switch import BackwardSwitch
-from alphatoken.model.token_ids import embedding_rows
 from tests.integration.tiny_scorer import (
     BATCH,
     VALIDATION,
@@ -53,9 +52,6 @@ def drift_of(model: nn.Module, size: float = 1.0) -> FisherDrift:
         {n: torch.full_like(p, size) for n, p in named.items()},
         {n: 0.9 * p for n, p in named.items()},
     )
-
-
-# --- what a refusal leaves behind -----------------------------------------------------------------
 
 
 def foreign() -> FisherDrift:
@@ -88,9 +84,6 @@ def test_a_refused_validation_changes_nothing() -> None:
     assert torch.equal(scorer.score(BATCH).total, expected)
 
 
-# --- where a warning points -----------------------------------------------------------------------
-
-
 POINTED = """
 import warnings
 from alphatoken import AlphaTokenWarning
@@ -115,7 +108,7 @@ for estimator in ("alphatoken", "path", "label"):
 
 
 UNTOUCHED = """
-from alphatoken.estimate.names import ESTIMATORS
+from alphatoken.config import ESTIMATORS
 from tests.integration import test_model_state as state
 state.seed_everything()
 model = state.odd_model()
@@ -144,9 +137,6 @@ def test_a_warning_points_at_the_users_line_and_no_generator_is_touched() -> Non
     *found, last = printed_by(POINTED + UNTOUCHED).splitlines()
     assert found == expected
     assert last == "no generator is touched"
-
-
-# --- the longest sequence -------------------------------------------------------------------------
 
 
 def rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -180,9 +170,6 @@ def test_scored_and_observed_passes_have_one_limit(name: str) -> None:
                     run(batch)
 
 
-# --- scope ----------------------------------------------------------------------------------------
-
-
 def test_a_trainable_convolution_is_named() -> None:
     adapter = find_adapter(BY_NAME["qwen3_5"].build(1))
     scope = find_scope(adapter, "all")
@@ -197,9 +184,6 @@ def test_a_backward_mode_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="'selfonly'"), switch.to("selfonly"):  # type: ignore[arg-type]
         pass
     assert switch.mode == "ordinary"
-
-
-# --- packed documents -----------------------------------------------------------------------------
 
 
 def masked(blocked: bool) -> dict[str, Tensor]:
@@ -313,9 +297,6 @@ def test_a_mask_that_is_none_is_refused(mask: list[list[float]]) -> None:
         scorer_for(model_of(), "label").score(batch)
 
 
-# --- passes that look ahead -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 def test_a_pass_that_looks_ahead_is_refused_by_itself(estimator: str) -> None:
     """Each mask of pairs is judged; the pass that was refused leaves no trace."""
@@ -358,9 +339,6 @@ def test_encoder_decoders_are_refused_by_name() -> None:
         Scorer(BartForConditionalGeneration(config), VALIDATION)
 
 
-# --- a model of fewer layers than the default -----------------------------------------------------
-
-
 def test_the_default_number_of_layers_is_at_most_the_depth() -> None:
     model = model_of(1, num_hidden_layers=2)
     assert Scorer(model, VALIDATION).scope.layers == (0, 1)
@@ -370,8 +348,6 @@ def test_the_default_number_of_layers_is_at_most_the_depth() -> None:
     with pytest.raises(ConfigError, match="within the model"):
         Scorer(model, VALIDATION, config=ScorerConfig(layers=4))
 
-
-# --- passes that read a cache ---------------------------------------------------------------------
 
 CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 """As transformers calls it: by the first name from 5.24 on."""
@@ -419,9 +395,6 @@ def test_more_keys_than_queries_have_no_self_only_backward(
             observed.values(logits, labels)
 
 
-# --- proofs and numbers that are none -------------------------------------------------------------
-
-
 class Logits(ReferenceAdapter):
     """Logits are changed after the forward; documents may be made to see each other."""
 
@@ -467,9 +440,6 @@ def test_documents_are_told_apart_beside_logits_that_are_no_numbers(change: Any)
 def test_a_nan_in_a_document_that_is_proved_is_said() -> None:
     with pytest.raises(NumericalError, match="not finite"):
         prove_documents(*packed(last_is_nan, leaks=False))
-
-
-# --- models and inputs that ended in a bare error -------------------------------------------------
 
 
 class Doubled(nn.Module):
@@ -557,9 +527,6 @@ def test_two_threads() -> None:
         thread.join()
     for number in (0, 1):
         assert [torch.equal(x, expected[number]) for x in found[number]] == [True] * 4
-
-
-# --- compiled models ------------------------------------------------------------------------------
 
 
 def compiled(how: str) -> nn.Module:

@@ -20,13 +20,12 @@ import pytest
 from alphatoken import ConfigError, DataError, Scorer
 from alphatoken.cli import main
 from alphatoken.data import EncodeOptions, EncodeReport, Fields, read_records
+from alphatoken.data.encode import about_encoding
 from alphatoken.data.source import find_source, source_of
 from alphatoken.score import value_files
-from alphatoken.score.notes import about_encoding
-from alphatoken.score.rows import Corpus, draw_rows
+from alphatoken.score.job import Corpus, draw_rows
 from tests.integration.small_world import World, flags, write_rows
 from tests.integration.test_cli import load, same
-from tests.places import nightly
 from tests.rows import jsonl
 
 QUERIES = ("5 plus 0 is 5 .", '{"prompt": "say : it", "response": "the last is d ."}')
@@ -71,9 +70,9 @@ def test_every_source_is_read_from_any_row(kind: str, tmp_path: Path) -> None:
     source = source_of(json.loads(json.dumps(asdict(find_source(path)))))
     assert source.rows == 700
     for start, stop in ((0, 700), (0, 1), (49, 51), (90, 460), (256, 257), (699, 700), (650, 900)):
-        found = list(source.read(start, stop))
-        assert [one.record for one in found] == ROWS[start:stop]
-        assert [one.index for one in found] == list(range(start, min(stop, 700)))
+        rows = list(source.read(start, stop))
+        assert [one.record for one in rows] == ROWS[start:stop]
+        assert [one.index for one in rows] == list(range(start, min(stop, 700)))
     if path.is_file():
         places = [place for place, _ in read_records(path)]
         assert [one.place for one in source.read()] == places
@@ -101,19 +100,14 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     datasets.Dataset.from_list(ROWS[:2]).save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
-    (tmp_path / "rows.txt").write_text("row")
     for name, message in (
         ("missing.jsonl", "no such data file"),
         ("empty", "holds no data files"),
         ("saved", "save_to_disk of datasets, which is not read"),
         ("broken.parquet", "Parquet file cannot be read"),
-        ("rows.txt", "unknown kind of data file"),
     ):
         with pytest.raises(DataError, match=message):
             find_source(tmp_path / name)
-    jsonl(tmp_path / "blank.jsonl", ["", "  "])
-    with pytest.raises(DataError, match="no rows"):
-        find_source(tmp_path / "blank.jsonl")
 
 
 # --- bad rows -------------------------------------------------------------------------------------
@@ -137,18 +131,18 @@ def test_bad_rows_are_named_and_the_rest_goes_on(
     assert world.score(out, train=path) == 2
     assert "broken JSON line. Got: mixed.jsonl, line 6" in capsys.readouterr().err
     assert not out.exists(), "nothing was valued before the row was found"
-    asked = {"model": world / "moved", "train": path, "validation": world / "validation.jsonl"}
+    files = {"model": world / "moved", "train": path, "validation": world / "validation.jsonl"}
     assert (
-        main(["score", *flags(asked | {"out": out, "on_bad_rows": "skip", "shard_size": 8})]) == 0
+        main(["score", *flags(files | {"out": out, "on_bad_rows": "skip", "shard_size": 8})]) == 0
     )
     said = capsys.readouterr().err
     assert said.count("response within the length") == 1
     assert "Scoring (9 rows are left out): 29/29" in said
-    found = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
-    assert [row["place"] for row in found] == [
+    bad_rows = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
+    assert [row["place"] for row in bad_rows] == [
         f"mixed.jsonl, line {n}" for n in (6, 11, 12, 25, 26, 27, 28, 29)
     ]
-    assert [row["index"] for row in found] == [5, 10, 11, *range(24, 29)]
+    assert [row["index"] for row in bad_rows] == [5, 10, 11, *range(24, 29)]
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["pools"]["rows"], summary["pools"]["train"]) == (29, 20)
     assert summary["pools"]["bad_rows"] == 8
@@ -175,11 +169,11 @@ def test_validation_rows_are_drawn_among_the_good(tmp_path: Path) -> None:
     corpus = Corpus(source, Fields(), None, how)
     counts = Counter[int]()
     for seed in range(24):
-        found = [row.index for row in draw_rows(corpus, 40, seed)]
-        assert found == sorted(set(found))
-        assert len(found) == 40
-        assert all(index % 3 for index in found)
-        counts.update(found)
+        drawn = [row.index for row in draw_rows(corpus, 40, seed)]
+        assert drawn == sorted(set(drawn))
+        assert len(drawn) == 40
+        assert all(index % 3 for index in drawn)
+        counts.update(drawn)
     thirds = [sum(counts[i] for i in range(a, a + 233)) for a in (0, 233, 466)]
     assert min(thirds) > 0.85 * 320, "uniform over the file"
     with pytest.raises(ConfigError, match="cannot be drawn"):
@@ -239,12 +233,12 @@ def test_a_selection_over_all_keeps_the_best_and_the_files_types(
 def test_engines_are_refused_before_any_work(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    from alphatoken.score import engines
+    from alphatoken.score import run
 
     assert world.score(tmp_path / "out", "--workers", 2) == 2
     assert "--workers needs --engine ray" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "find_spec", lambda _: None)
+        patch.setattr(run, "find_spec", lambda _: None)
         assert world.score(tmp_path / "out", "--engine", "ray") == 2
     assert "pip install 'alphatoken[ray]'" in capsys.readouterr().err
     with monkeypatch.context() as patch:
@@ -258,43 +252,31 @@ def test_engines_are_refused_before_any_work(
 # --- several processes ----------------------------------------------------------------------------
 
 
-class Job:
-    """Many rows of the small world, and the words that value them against an objective."""
-
-    def __init__(self, world: World, train: Path, objective: list[str]) -> None:
-        self.words = [
-            "score", "--model_name_or_path", str(world / "moved"), "--train_file", str(train),
-            "--per_device_train_batch_size", "4", "--shard_size", "4", "--no_report",
-            "--keep_scope", "dataset", *objective,
-        ]  # fmt: skip
-
-    def command(self, engine: str, out: Path, *more: str) -> list[str]:
-        """The command line of an engine with two workers."""
-        own = [*self.words, "--output_dir", str(out), *more]
-        if engine == "torchrun":
-            launcher = "torch.distributed.run"
-            port = str(20000 + os.getpid() % 20000)
-            start = ["-m", launcher, "--nproc-per-node", "2", "--master-port", port, "-m"]
-            return [sys.executable, *start, "alphatoken.cli", *own]
-        extra = ["--engine", "ray", "--workers", "2"] if engine == "ray" else []
-        return [sys.executable, "-m", "alphatoken.cli", *own, *extra]
-
-
-@pytest.fixture(scope="module", params=["queries", pytest.param("rows", marks=nightly)])
-def corpus(
-    request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory
-) -> Job:
-    train = write_rows(tmp_path_factory.mktemp("corpus") / "train.jsonl", 120, seed=11)
-    queries = [word for query in QUERIES for word in ("--query", query)]
-    rows = ["--validation_file", str(world / "validation.jsonl")]
-    return Job(world, train, queries if request.param == "queries" else rows)
+def command(words: list[str], engine: str, out: Path) -> list[str]:
+    """The command line of an engine with two workers."""
+    own = ["-m", "alphatoken.cli", *words, "--output_dir", str(out)]
+    if engine == "torchrun":
+        port = str(20000 + os.getpid() % 20000)
+        own = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, *own]
+    return [sys.executable, *own, *(["--engine", "ray", "--workers", "2"] * (engine == "ray"))]
 
 
 @pytest.fixture(scope="module")
-def whole(corpus: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(world: World, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Words that value many rows of the small world against two queries."""
+    train = write_rows(tmp_path_factory.mktemp("corpus") / "train.jsonl", 120, seed=11)
+    return [
+        "score", "--model_name_or_path", str(world / "moved"), "--train_file", str(train),
+        "--per_device_train_batch_size", "4", "--shard_size", "4", "--no_report",
+        "--keep_scope", "dataset", *(word for query in QUERIES for word in ("--query", query)),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process makes of it."""
     out = tmp_path_factory.mktemp("whole")
-    assert main([*corpus.words, "--output_dir", str(out / "out"), "--quiet"]) == 0
+    assert main([*corpus, "--output_dir", str(out / "out"), "--quiet"]) == 0
     return out / "out"
 
 
@@ -323,9 +305,9 @@ def children(process: int) -> Iterator[tuple[int, str]]:
 
 def victim(process: subprocess.Popen[str], mark: str) -> int:
     """A process below this one whose command line holds ``mark``; the last one started."""
-    found = sorted(number for number, words in children(process.pid) if mark in words)
-    assert found, f"no process of {mark}"
-    return found[-1]
+    processes = sorted(number for number, words in children(process.pid) if mark in words)
+    assert processes, f"no process of {mark}"
+    return processes[-1]
 
 
 @pytest.mark.slow
@@ -334,12 +316,12 @@ def victim(process: subprocess.Popen[str], mark: str) -> int:
     [("torchrun", "alphatoken.cli"), ("ray", "MapWorker")],
 )
 def test_killed_processes_lose_nothing(
-    corpus: Job, whole: Path, tmp_path: Path, engine: str, mark: str
+    corpus: list[str], whole: Path, tmp_path: Path, engine: str, mark: str
 ) -> None:
     """One of two ranks, one of two actors: in the end the files are those of one process."""
     out = tmp_path / "out"
     process = subprocess.Popen(
-        corpus.command(engine, out), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
+        command(corpus, engine, out), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -354,7 +336,7 @@ def test_killed_processes_lose_nothing(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     left = len(value_files(out / "values"))
-    assert errors.count("query 1 is read as plain text") == ("--query" in corpus.words)
+    assert errors.count("query 1 is read as plain text") == 1
     if mark == "MapWorker":
         assert process.returncode == 0, errors[-3000:]
         assert left == 30
@@ -362,27 +344,22 @@ def test_killed_processes_lose_nothing(
         assert process.returncode != 0
         assert 3 <= left < 30
         # By one process, which is an engine too.
-        assert main([*corpus.words, "--output_dir", str(out), "--resume", "--quiet"]) == 0
+        assert main([*corpus, "--output_dir", str(out), "--resume", "--quiet"]) == 0
     agree(whole, out)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("few", "many", "growth"),
-    [(500, 3_500, 1.03), pytest.param(2_000, 12_000, 1.1, marks=nightly)],
-)
-def test_memory_does_not_grow_with_the_rows(
-    world: World, tmp_path: Path, few: int, many: int, growth: float
-) -> None:
+def test_memory_does_not_grow_with_the_rows(world: World, tmp_path: Path) -> None:
     """Peaks of few and of many rows, each in a process of its own."""
     peaks = {}
-    for count in (few, many):
+    for count in (500, 3_500):
         train = tmp_path / f"{count}.jsonl"
         with train.open("w") as file:
             for n in range(count):
                 row = {"prompt": f"add : {n % 9} and 4", "response": "7 ."}
                 file.write(json.dumps(row) + "\n")
-        held = jsonl(tmp_path / "held.jsonl", [{"prompt": "say : it", "response": "3 plus 4 ."}])
+        own = {"prompt": "say : it", "response": "3 plus 4 ."}
+        validation = jsonl(tmp_path / "validation.jsonl", [own])
         code = (
             "import re, sys\nfrom alphatoken.cli import main\nstatus = main(sys.argv[1:])\n"
             # Not getrusage, which counts what the process was before it became this program.
@@ -391,7 +368,7 @@ def test_memory_does_not_grow_with_the_rows(
         )
         words = [
             "score", "--model_name_or_path", world / "moved", "--train_file", train,
-            "--validation_file", held, "--output_dir", tmp_path / f"out{count}",
+            "--validation_file", validation, "--output_dir", tmp_path / f"out{count}",
             "--per_device_train_batch_size", 256, "--layers", 1, "--keep_scope", "dataset",
         ]  # fmt: skip
         run = subprocess.run(
@@ -402,4 +379,4 @@ def test_memory_does_not_grow_with_the_rows(
         peaks[count] = int(run.stdout.split()[-1])
         summary = json.loads((tmp_path / f"out{count}" / "summary.json").read_text())
         assert summary["values"]["sequences"] == count
-    assert peaks[many] <= growth * peaks[few], peaks
+    assert peaks[3_500] <= 1.03 * peaks[500], peaks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from alphatoken.cli.arguments import read_arguments
+from alphatoken.cli.training_rows import RowReader
 from alphatoken.data import (
     EncodeOptions,
     Example,
@@ -35,8 +38,9 @@ from alphatoken.data import (
 from alphatoken.data.split import none_left
 from alphatoken.data.stdlib import code_rows, text_rows
 from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.train import AlphaDPOConfig, AlphaSFTConfig
+from tests.integration.small_world import make_tokenizer
 from tests.rows import jsonl
-from tests.tiny_language import make_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -88,6 +92,13 @@ def labelled_text(tokenizer: Any, row: Row, options: EncodeOptions | None = None
     return [tokenizer.decode(run) for run in runs if run]
 
 
+def reader(command: str, tokenizer: Any, file: Path, *more: str) -> RowReader:
+    """Reads the training rows of a command."""
+    words = ["--train_file", str(file), "--use_cpu", "--bf16", "false", "--output_dir", "out"]
+    config = {"sft": AlphaSFTConfig, "dpo": AlphaDPOConfig}[command]
+    return RowReader(read_arguments(command, [*words, *more], config), tokenizer)
+
+
 # --- reading --------------------------------------------------------------------------------------
 
 
@@ -100,32 +111,28 @@ def test_field_names_limit_and_blank_lines(tmp_path: Path) -> None:
     assert len(read_rows(path, fields=Fields(prompt="text", response="code"), limit=1)) == 1
     plain = read_rows(path, fields=Fields(response="text"))
     assert [(r.prompt, r.response) for r in plain] == [("", "a"), ("", "c")]
-
-
-def test_byte_order_mark_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "p", "response": "r"}\n')
-    assert read_rows(tmp_path / "t.jsonl")[0].prompt == "p"
+    prompts = read_rows(path, fields=Fields(prompt="text", prompt_only=True))
+    assert [(r.prompt, r.response) for r in prompts] == [("a", ""), ("c", "")]
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert read_rows(path)[0].prompt == "p"
 
 
 GOOD = '{"prompt": "p", "response": "r"}\n'
+PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            GOOD + '{"prompt": "p", "resp\n',
-            r"broken.*t\.jsonl, line 2, column 17.*--on_bad",
-        ),
+        (GOOD + '{"prompt": "p", "resp\n', r"broken.*t\.jsonl, line 2, column 17.*--on_bad"),
         (GOOD + "[1, 2]\n", r"not an object.*t\.jsonl, line 2"),
+        ('[{"prompt": "a", ', "broken JSON file"),
+        (f"[{GOOD}, 3]", "not an object.*item 2: 3"),
         (GOOD.encode() + b'{"prompt": "\xff"}\n', r"not UTF-8.*line 2: byte 0xff at column 13"),
         ("", r"no rows.*t\.jsonl"),
-        ("\n\n", r"no rows"),
+        ("\n  \n", r"no rows"),
         ('{"prompt": "p"}\n', r"no response field.*t\.jsonl, line 1 has 'prompt'"),
-        (
-            '{"prompt": "p", "chosen": "a", "rejected": "b"}\n',
-            r"no response field.*'chosen'.*--response_column",
-        ),
+        (json.dumps(PAIR), r"no response field.*'chosen'.*--response_column"),
         ('{"title": "p"}\n', r"no prompt field.*'title'.*--prompt_column"),
         ('{"prompt": 3, "response": "r"}\n', r"'prompt' is neither text.*line 1: int"),
         ('{"messages": []}\n', r"not a list of messages"),
@@ -317,15 +324,15 @@ def test_leaks_are_found_after_normalising_and_removed() -> None:
         pair(5, "kept", "z"),
         pair(6, "kept", "z"),
     ]
-    held = [pair(0, "what is 2+2?\n", "4"), pair(1, "", "same  TEXT"), pair(2, "", "third")]
+    validation = [pair(0, "what is 2+2?\n", "4"), pair(1, "", "same  TEXT"), pair(2, "", "third")]
     fisher = [pair(0, "other ONE", "q"), pair(1, "WHAT is 2+2?", "q")]
-    pools = split_pools(data, validation=held, fisher=fisher)
+    pools = split_pools(data, validation=validation, fisher=fisher)
     assert [row.index for row in pools.train] == [1, 4, 5, 6]
     assert pools.counts["removed_same_as_validation"] == 2
     assert pools.counts["removed_same_as_fisher"] == 1
     assert pools.counts["fisher_removed_same_as_validation"] == 1
-    known = {key for row in fisher for key in leak_keys(row)}
-    assert split_pools(data, validation=held, fisher_keys=known).train == pools.train
+    fisher_keys = {key for row in fisher for key in leak_keys(row)}
+    assert split_pools(data, validation=validation, fisher_keys=fisher_keys).train == pools.train
 
 
 def test_pools_that_cannot_be_made() -> None:
@@ -377,16 +384,6 @@ def test_real_rows_encode_and_come_back(library_decoder: Path, draw: Any) -> Non
             assert tokenizer.decode(kept[:-1]).strip() == example.row.response.strip()
 
 
-def test_prompts_without_responses_suffice_where_asked(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    chat = '{"messages": [{"role": "user", "content": "hi"}]}\n'
-    path.write_text('{"prompt": "p"}\n' + chat + '{"prompt": "q", "response": "r"}\n')
-    rows = read_rows(path, fields=Fields(prompt_only=True))
-    assert [(row.prompt, row.response) for row in rows] == [("p", ""), ("hi", ""), ("q", "r")]
-    with pytest.raises(DataError, match="no response field"):
-        read_rows(path)
-
-
 # --- the page of data formats ---------------------------------------------------------------------
 
 PAGE = (Path(__file__).parents[2] / "docs/data-formats.md").read_text(encoding="utf-8")
@@ -422,23 +419,13 @@ def test_pairs_of_the_page_are_one_pair_in_three_forms() -> None:
 
 
 def test_the_page_names_every_field_that_is_read() -> None:
-    from alphatoken.data import marks, messages, pairs
+    from alphatoken.data import messages, pairs
 
     fields = (
-        *messages.PROMPTS,
-        *messages.RESPONSES,
-        *messages.CHATS,
-        *pairs.CHOSEN,
-        *pairs.REJECTED,
-    )
-    fields = (
-        *fields,
-        *messages.ADDED,
-        *messages.SYSTEMS,
-        *messages.THOUGHTS,
-        *marks._TRAINED,
-        *marks._MASKED,
-    )
-    fields = (*fields, *marks._WEIGHTS, *marks._USED, *marks._RIGHT, *marks._WRONG, *marks._REWARDS)
-    for name in (*fields, *messages.ROLES):
+        messages.PROMPTS, messages.RESPONSES, messages.CHATS, pairs.CHOSEN, pairs.REJECTED,
+        messages.ADDED, messages.SYSTEMS, messages.THOUGHTS, messages._TRAINED, messages._MASKED,
+        messages._WEIGHTS, messages._USED, messages._RIGHT, messages._WRONG, messages._REWARDS,
+        messages.ROLES,
+    )  # fmt: skip
+    for name in chain(*fields):
         assert f"`{name}`" in PAGE or f'"{name}"' in PAGE or f"the {name}" in PAGE, name

@@ -33,13 +33,6 @@ def load(path: Path) -> Any:
     )
 
 
-def model_of(world: World) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = world / "moved"
-    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-
-
 def losses_of(model: Any, row: dict[str, Any]) -> torch.Tensor:
     """Loss of each labelled token, by the oracle; 0 elsewhere."""
     ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
@@ -112,7 +105,7 @@ def test_columns_are_the_values_masks(world: World, tmp_path: Path) -> None:
 
 
 def test_plain_trl_trains_on_the_mask(world: World, scored: Path, tmp_path: Path) -> None:
-    model, tokenizer = model_of(world)
+    model, tokenizer, *_ = world.loaded()
     rows = load(scored)
     args = trl.SFTConfig(str(tmp_path / "o"), per_device_train_batch_size=3, **OPTIONS)
     trainer = trl.SFTTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
@@ -133,15 +126,15 @@ def test_a_loss_over_shifted_log_probabilities_reads_the_weights(
 ) -> None:
     """verl's: -sum(log p * weights, one to the left) / sum(weights) over flat rows; ours by row."""
     rows = page_code()["TokenRows"](str(scored))
-    model, _ = model_of(world)
-    held = [rows[i] for i in range(len(rows))]
+    model, *_ = world.loaded()
+    every_row = [rows[i] for i in range(len(rows))]
     flat = []
-    for row in held:
+    for row in every_row:
         assert torch.equal(row["position_ids"], torch.arange(len(row["input_ids"])))
         logits = model(input_ids=row["input_ids"][None]).logits[0].detach()
         following = row["input_ids"].roll(-1)  # of the last token that of the first: weight 0
         flat.append(logits.log_softmax(-1).gather(-1, following[:, None])[:, 0])
-    weights = torch.cat([row["loss_mask"] for row in held])
+    weights = torch.cat([row["loss_mask"] for row in every_row])
     loss = -(torch.cat(flat) * weights.roll(-1)).sum() / weights.sum()
     assert float(loss) == pytest.approx(by_hand(model, load(scored)), rel=1e-5)
 
@@ -164,7 +157,7 @@ def test_float_weights_reach_the_loss(
         {name: row[name][:limit] for name in ("input_ids", "labels", "loss_weights")}
         for row in rows
     ]
-    model, tokenizer = model_of(world)
+    model, tokenizer, *_ = world.loaded()
     data = datasets.Dataset.from_list(cut)
     if packed:
         data = trl.pack_dataset(data, seq_length=3 * limit)
@@ -223,11 +216,11 @@ def test_a_row_without_its_weights_is_refused(row: dict[str, Any]) -> None:
 def test_weights_never_fall_onto_other_tokens(order: str) -> None:
     rows = [ROW, {"input_ids": [4, 5], "labels": [-100, 5], "loss_weights": [7.0, 3.0]}]
 
-    def inner(given: list[dict[str, Any]]) -> dict[str, Any]:
-        found = [row["labels"] for row in given]
+    def inner(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        labels = [row["labels"] for row in rows]
         if order == "padded on the left":
-            return {"labels": torch.tensor([[-100] * (3 - len(x)) + x for x in found])}
-        return {"labels": torch.tensor([x + [-100] * (3 - len(x)) for x in found[::-1]])}
+            return {"labels": torch.tensor([[-100] * (3 - len(x)) + x for x in labels])}
+        return {"labels": torch.tensor([x + [-100] * (3 - len(x)) for x in labels[::-1]])}
 
     with pytest.raises(DataError, match="padded on the right"):
         WeightedCollator(inner)(rows)

@@ -19,61 +19,52 @@ import pytest
 
 from alphatoken.cli import main
 from alphatoken.cli.diagnose_options import ALL, build_parser, overview, read_request
-from alphatoken.cli.diagnose_subject import prepare, retention_files
-from alphatoken.cli.options import read_options, spelled
+from alphatoken.cli.diagnose_run import prepare, retention_files
+from alphatoken.cli.program import read_options, spelled
 from alphatoken.data import Fields
+from alphatoken.diagnose import DIAGNOSTICS, Entry, find
 from alphatoken.diagnose.diagnosis import Diagnosis
-from alphatoken.diagnose.registry import DIAGNOSTICS, find
 from alphatoken.diagnose.subject import Subject
 from alphatoken.errors import ConfigError
 from alphatoken.support.options import option
 from alphatoken.support.resume import weights_digest
-from tests.integration import small_world
+from tests.integration import small_world, tiny_training
 from tests.integration.small_world import flags, saved_model, write_rows
 from tests.places import nightly
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
-NAMES = (
-    "estimators", "utility", "value-propagation", "fisher", "heatmap", "coverage", "drift",
-    "sensitivity", "stability", "arithmetic",
-)  # fmt: skip
+NAMES = tuple(entry.name for entry in DIAGNOSTICS)
 PATIENCE = 550
 
 
 # --- names and help -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_names_every_question(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diagnose", flag]) == 0
-    said = capsys.readouterr()
-    assert (said.out.strip(), said.err) == (overview(), "")
+def test_help_names_every_question(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--help", "-h"):
+        assert main(["diagnose", flag]) == 0
+        said = capsys.readouterr()
+        assert (said.out.strip(), said.err) == (overview(), "")
     for entry in DIAGNOSTICS:
         assert entry.name in said.out
         assert entry.question in said.out
 
 
-def helped(name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["diagnose", name, "--help"])
-    assert ended.value.code == 0
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("entry", DIAGNOSTICS, ids=lambda entry: entry.name)
 def test_help_of_one_begins_with_its_question(
-    name: str, capsys: pytest.CaptureFixture[str]
+    entry: Entry, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entry, text = find(name), helped(name, capsys)
+    with pytest.raises(SystemExit) as ended:
+        main(["diagnose", entry.name, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
     assert text.startswith(f"{entry.question}\n")
-    writes, usage = text.index(f"{name}/diagnosis.json"), text.index("usage:")
-    own = text.index(f"options of {name}")
+    writes, usage = text.index(f"{entry.name}/diagnosis.json"), text.index("usage:")
+    own = text.index(f"options of {entry.name}")
     assert 0 < writes < usage < own
-    for one in fields(entry.load().Options):
-        assert one.name in text[own:]
-        assert one.metadata["help"], f"{name}.{one.name} has no help"
+    assert all(one.name in text[own:] for one in fields(entry.load().Options))
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -169,26 +160,24 @@ def test_options_of_one_are_not_read_for_another() -> None:
     assert every.options == {name: find(name).load().Options() for name in NAMES}
 
 
-def test_retention_files_have_names_and_fields() -> None:
-    found = retention_files(
+def test_retention_files_have_names_and_fields(tmp_path: Path) -> None:
+    files = retention_files(
         ["stories.jsonl", "a=b/c=d.jsonl,prompt=text,response=code", "y/train.jsonl,messages=chat",
          "z=w,response=text"]
     )  # fmt: skip
-    assert {name: path for name, (path, _) in found.items()} == {
+    assert {name: path for name, (path, _) in files.items()} == {
         "stories": "stories.jsonl", "a": "b/c=d.jsonl", "train": "y/train.jsonl", "z": "w",
     }  # fmt: skip
-    assert found["a"][1] == Fields("text", "code")
-    assert found["train"][1].messages == "chat"
+    assert files["a"][1] == Fields("text", "code")
+    assert files["train"][1].messages == "chat"
     for texts in (["a.jsonl,prompt"], ["a.jsonl,nope=x"], ["a=1.jsonl", "x/a.jsonl"]):
         with pytest.raises(ConfigError, match="retention"):
             retention_files(texts)
-
-
-def test_a_file_whose_name_looks_like_fields_is_taken_as_it_is(tmp_path: Path) -> None:
+    # A file that is there is read as it is, whatever its name looks like.
     path = tmp_path / "a=b,prompt=c.jsonl"
     path.touch()
-    ((found, _),) = retention_files([str(path)]).values()
-    assert found == str(path)
+    ((name, _),) = retention_files([str(path)]).values()
+    assert name == str(path)
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -371,20 +360,21 @@ def test_a_folder_that_cannot_be_written_is_refused_first(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    missing = str(tmp_path / "no model")
-    assert world.run("coverage", tmp_path / "file" / "out", model=missing) == 2
-    error = capsys.readouterr().err
-    assert "the output folder cannot be written" in error
-    assert error.count("\n") == 1
     (tmp_path / "foreign" / "coverage").mkdir(parents=True)
-    assert world.run("coverage", tmp_path / "foreign", model=missing) == 2
-    assert "holds something else" in capsys.readouterr().err
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "run.json").write_text("{}")
-    assert world.run("coverage", tmp_path / "old", model=missing) == 2
-    assert "holds an earlier run" in capsys.readouterr().err
-    assert world.run("coverage", tmp_path / "old", "--resume") == 2
-    assert "the earlier run cannot be read" in capsys.readouterr().err
+    missing = str(tmp_path / "no model")  # whoever loads it first says so
+    for folder, more, cause in (
+        ("file/out", (), "the output folder cannot be written"),
+        ("foreign", (), "holds something else"),
+        ("old", (), "holds an earlier run"),
+        ("old", ("--resume",), "the earlier run cannot be read"),
+    ):
+        changed = {} if more else {"model": missing}
+        assert world.run("coverage", tmp_path / folder, *more, **changed) == 2
+        error = capsys.readouterr().err
+        assert cause in error
+        assert error.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -416,13 +406,7 @@ def test_what_was_scored_is_diagnosed_in_the_same_folder(
 def test_bad_models_and_rows_are_one_line(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    other = LlamaConfig(
-        vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
-    LlamaForCausalLM(other).save_pretrained(tmp_path / "small")
+    tiny_training.model(layers=2, vocab_size=120).save_pretrained(tmp_path / "small")
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"prompt": "add : 77 and 77", "response": ""}\n')
     capsys.readouterr()  # transformers' progress
@@ -462,10 +446,11 @@ def test_prompts_of_a_fisher_are_rows_that_nothing_else_uses(world: World, tmp_p
     words = world.words("fisher", tmp_path, *world.retention)[2:]
 
     def pools(*more: str) -> tuple[Subject, set[str], set[str]]:
-        found = prepare(read_request("fisher", *words, *more).shared)
-        texts = [{row.row.prompt for row in rows} for rows in (found.subject.prompts,
-                                                               found.subject.train)]  # fmt: skip
-        return found.subject, *texts
+        subject, *_ = prepare(read_request("fisher", *words, *more).shared)
+        held, trained = (
+            {row.row.prompt for row in rows} for rows in (subject.prompts, subject.train)
+        )
+        return subject, held, trained
 
     subject, held, trained = pools("--fisher_prompts", "5")
     assert len(held) == len(subject.prompts) == 5
@@ -493,39 +478,7 @@ def test_sizes_that_are_given_are_told_from_defaults() -> None:
     assert request.fixed == frozenset()
 
 
-@pytest.mark.slow
-def test_a_budget_stops_the_reading_and_says_so(world: World, tmp_path: Path) -> None:
-    """Of almost nothing: the least is read all the same. Without one: everything."""
-    out = tmp_path / "out"
-    assert main(world.words("heatmap", out, "--budget", "0.001s", tokens=None)) == 0
-    found = Diagnosis.load(out / "heatmap")
-    assert found.settings["tokens"] < 96
-    assert (found.settings["budget"], found.settings["rounds"]) == ("0.001s", 1)
-    assert re.fullmatch(
-        r"Read \d+ of \d+ tokens.* in 1 round \(stopped by the budget of 0\.001s\)\.",
-        found.notes[0],
-    )
-    words = world.words("heatmap", tmp_path / "whole", "--budget", "none", tokens=None)
-    assert main(words) == 0
-    whole = Diagnosis.load(tmp_path / "whole" / "heatmap")
-    assert whole.settings["tokens"] == Subject.tokens
-    assert not any("stopped by the budget" in note for note in whole.notes)
-
-
 # --- interruption ---------------------------------------------------------------------------------
-
-SMALL = ("--budget", "0.001s")
-"""Of all ten the least."""
-
-
-def start(words: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "alphatoken.cli", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
 
 
 def finished(out: Path) -> list[str]:
@@ -536,9 +489,15 @@ def finished(out: Path) -> list[str]:
 def test_all_killed_in_the_middle_is_resumed(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And of almost no budget the least is read all the same, which a note says."""
     out = tmp_path / "out"
-    words = world.words(ALL, out, *world.retention, *SMALL)
-    process, end = start(words), time.monotonic() + PATIENCE
+    words = world.words(ALL, out, *world.retention, "--budget", "0.001s", tokens=None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "alphatoken.cli", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    end = time.monotonic() + PATIENCE
     try:
         while len(finished(out)) < 2 and process.poll() is None and time.monotonic() < end:
             time.sleep(0.02)
@@ -564,6 +523,13 @@ def test_all_killed_in_the_middle_is_resumed(
     assert all(entry.question in page for entry in DIAGNOSTICS)
     assert "Not run yet." not in page
     assert "Could not run" not in page
+    heatmap = Diagnosis.load(out / "heatmap")
+    assert heatmap.settings["tokens"] < 96
+    assert (heatmap.settings["budget"], heatmap.settings["rounds"]) == ("0.001s", 1)
+    assert re.fullmatch(
+        r"Read \d+ of \d+ tokens.* in 1 round \(stopped by the budget of 0\.001s\)\.",
+        heatmap.notes[0],
+    )
 
 
 def test_interrupt_says_how_to_go_on(

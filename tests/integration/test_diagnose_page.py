@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
-from alphatoken.diagnose.page import LEAD, MOST_ROWS, section_of
+from alphatoken.diagnose.diagnosis import LEAD, MOST_ROWS, Diagnosis, Drawing, Table, section_of
 from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import DataError
-from alphatoken.score.drawing import canvas, svg_text
-from alphatoken.score.page import Section, render_page
+from alphatoken.score.page import Section, canvas, render_page, svg_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.pictures]
 
@@ -88,30 +86,15 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.ids: list[str] = []
-        self.links: list[dict[str, str]] = []
-        self.images: list[dict[str, str]] = []
-        self.fetched: list[str] = []
-        self.handlers: list[str] = []
-        self.tags: list[str] = []
+        self.attributes: list[tuple[str, dict[str, str]]] = []
         self.tables: list[list[list[str]]] = []
         self.text = ""
         self._cell = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.tags.append(tag)
-        self.ids += [given["id"]] if "id" in given else []
-        self.handlers += [name for name in given if name.startswith("on")]
-        for name in ("src", "href", "action", "data", "xlink:href"):
-            if name in given and not given[name].startswith(("#", "data:")):
-                self.fetched.append(f"{tag} {name}={given[name]}")
-        if tag == "img":
-            self.images.append(given)
-        elif tag == "a":
-            self.links.append(given)
-        elif tag == "table":
+        self.attributes.append((tag, {name: value or "" for name, value in attrs}))
+        if tag == "table":
             self.tables.append([])
         elif tag == "tr":
             self.tables[-1].append([])
@@ -127,6 +110,27 @@ class Page(HTMLParser):
         if self._cell:
             self.tables[-1][-1][-1] += data
 
+    def of(self, name: str, tag: str = "") -> list[str]:
+        """Every value of an attribute, of one kind of element or of all."""
+        return [own[name] for kind, own in self.attributes if name in own and tag in ("", kind)]
+
+    @property
+    def tags(self) -> list[str]:
+        return [tag for tag, _ in self.attributes]
+
+    @property
+    def fetched(self) -> list[str]:
+        """What a browser would load from elsewhere."""
+        names = ("src", "href", "action", "data", "xlink:href")
+        values = [value for name in names for value in self.of(name)]
+        return [value for value in values if not value.startswith(("#", "data:"))]
+
+    def check_inert(self) -> None:
+        """Nothing runs, and nothing is loaded from elsewhere."""
+        assert "script" not in self.tags
+        assert not [name for _, own in self.attributes for name in own if name.startswith("on")]
+        assert self.fetched == []
+
 
 # --- pictures -------------------------------------------------------------------------------------
 
@@ -134,38 +138,28 @@ class Page(HTMLParser):
 def test_a_picture_is_an_image_of_its_own_and_says_what_it_shows() -> None:
     figure = drawn("curve", 'it "bends" <here>')
     page = Page(page_of(diagnosis(figures=(figure,))))
-    (image,) = page.images
-    head, _, coded = image["src"].partition("base64,")
+    (source,) = page.of("src", "img")
+    head, _, coded = source.partition("base64,")
     assert head == "data:image/svg+xml;"
     assert base64.b64decode(coded).decode() == figure.svg
-    assert image["alt"] == 'it "bends" <here>: it bends.'
-
-
-@pytest.mark.parametrize("svg", ["<svg", "<p>x</p>", '<svg width="x" height="1"/>'])
-def test_what_is_no_picture_is_refused(svg: str) -> None:
-    figure = replace(drawn("curve"), svg=svg)
-    with pytest.raises(DataError, match=r"no SVG.*estimators-curve"):
-        page_of(diagnosis(figures=(figure,)))
+    assert page.of("alt", "img") == ['it "bends" <here>: it bends.']
+    for svg in ("<svg", "<p>x</p>", '<svg width="x" height="1"/>'):
+        with pytest.raises(DataError, match=r"no SVG.*estimators-curve"):
+            page_of(diagnosis(figures=(replace(drawn("curve"), svg=svg),)))
 
 
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def shown(records: list[dict[str, Any]]) -> list[list[str]]:
+def test_an_estimate_is_one_cell_with_its_interval() -> None:
+    records = [
+        {"who": "a", "rho_s": Estimate(0.914, 0.871, 0.95, 48), "other": 1},
+        {"who": "b", "rho_s": Estimate(-0.2, -0.31, 0.05, 48), "other": None},
+        {"who": "c", "rho_s": Estimate.undefined(48, "flat"), "other": math.nan},
+    ]
     table = Table.of("t", "T", records)
     page = Page(page_of(diagnosis(figures=(), settings={}, tables=(table,))))
-    return page.tables[0]
-
-
-def test_an_estimate_is_one_cell_with_its_interval() -> None:
-    rows = shown(
-        [
-            {"who": "a", "rho_s": Estimate(0.914, 0.871, 0.95, 48), "other": 1},
-            {"who": "b", "rho_s": Estimate(-0.2, -0.31, 0.05, 48), "other": None},
-            {"who": "c", "rho_s": Estimate.undefined(48, "flat"), "other": math.nan},
-        ]
-    )
-    assert rows == [
+    assert page.tables[0] == [
         ["who", "rho s", "other"],
         ["a", "0.914 [0.871, 0.950]", "1"],
         ["b", "−0.20 [−0.31, 0.05]", "–"],
@@ -214,10 +208,8 @@ def test_hostile_text_stays_text() -> None:
         command=HOSTILE[1],
     )
     page = Page(text)
-    assert "script" not in page.tags
-    assert [image["src"][:19] for image in page.images] == ["data:image/svg+xml;"]
-    assert page.fetched == []
-    assert page.handlers == []
+    page.check_inert()
+    assert [source[:19] for source in page.of("src", "img")] == ["data:image/svg+xml;"]
     for part in HOSTILE[:5]:
         assert part in page.text
     assert "49" not in page_of(diagnosis(conclusion="{{ 7 * 7 }}", figures=(), tables=()))
@@ -226,13 +218,11 @@ def test_hostile_text_stays_text() -> None:
 def test_page_is_self_contained_and_names_are_unique() -> None:
     text = page_of(diagnosis(), diagnosis("fisher"), settings={"model": "stories"})
     page = Page(text)
-    assert page.fetched == []
-    assert "script" not in page.tags
-    assert len(set(page.ids)) == len(page.ids) > 10
+    page.check_inert()
+    ids, within = page.of("id"), {link[1:] for link in page.of("href", "a")}
+    assert len(set(ids)) == len(ids) > 10
     assert not re.search(r"@import|url\(", text)
-    within = [link["href"][1:] for link in page.links if link["href"].startswith("#")]
-    assert set(within) <= set(page.ids)
-    assert {"estimators", "fisher", "contents", "main", "settings"} <= set(within)
+    assert {"estimators", "fisher", "contents", "main", "settings"} <= within <= set(ids)
 
 
 def test_contents_say_each_question_and_its_answer() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from alphatoken.diagnose import registry
+from alphatoken.diagnose import find
 from alphatoken.diagnose.diagnosis import Diagnosis
 from alphatoken.diagnose.subject import Subject
 from alphatoken.support.resume import weights_digest
@@ -55,7 +55,7 @@ QUICK: dict[str, dict[str, Any]] = {
 
 
 def diagnose(name: str, given: Subject, **options: Any) -> Diagnosis:
-    module = registry.find(name).load()
+    module = find(name).load()
     found: Diagnosis = module.diagnose(given, module.Options(**QUICK[name] | options))
     return found
 
@@ -93,7 +93,7 @@ def test_a_diagnosis_is_an_answer_tables_with_intervals_and_figures(
     name: str, tmp_path: Path
 ) -> None:
     found = diagnosed(name)
-    assert (found.name, found.question) == (name, registry.find(name).question)
+    assert (found.name, found.question) == (name, find(name).question)
     assert "[" in found.conclusion
     tokens = "" if name == "drift" else "response tokens in"
     assert tokens in found.notes[0]
@@ -122,9 +122,6 @@ def test_the_label_pass_is_exact_and_more_layers_bring_it_closer_to_the_whole() 
     layers = records("estimators", "layers", "estimator", "K")
     assert layers["label", 1]["spearman"] < layers["label", 3]["spearman"]
     assert 0 < layers["alphatoken", 3]["spearman"] < layers["label", 3]["spearman"]
-
-
-def test_the_verdict_is_of_the_users_setting() -> None:
     said = diagnosed("estimators").conclusion
     assert said.startswith("Your setting, alphatoken, K=3, W=32, ranks tokens at ")
 

@@ -1,35 +1,34 @@
-"""The pieces of distributed runs that one process can show, and what no layout takes."""
+"""The pieces of distributed runs that one process can show."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from alphatoken.errors import ConfigError
-from alphatoken.train.distributed import Ranks, even_micro_batches, global_selection
-from alphatoken.train.layouts import (
-    check_layout,
-    layout,
+from alphatoken.train import policy_stage, run_rows
+from alphatoken.train.distributed import (
+    Ranks,
+    even_micro_batches,
+    global_selection,
     name_wrapped_layers,
-    needs_own_forward,
-    sharding_of,
+    on_accelerator,
 )
-from alphatoken.train.options import AlphaOptions
+from alphatoken.train.policy import PolicySettings
+from alphatoken.train.sft import AlphaSFTTrainer
 from alphatoken.train.shards import Zero3Sharding
+from alphatoken_lab.methods.stm import STM
+from tests.integration import tiny_training as tiny
 from tests.integration.distributed.compare import close, same_weights
-from tests.integration.tiny_training import hybrid, mixture
 
 SIZES = st.integers(1, 40), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 7))
 
@@ -58,27 +57,24 @@ def keep_half(values: Tensor, mask: Tensor) -> Tensor:
     return weights
 
 
-def test_one_process_ranks_its_micro_batches_together() -> None:
-    values = [torch.tensor([[1.0, -5.0, 2.0]]), torch.tensor([[2.0, 9.0], [2.0, 0.0]])]
-    masks = [torch.tensor([[True, False, True]]), torch.tensor([[True, False], [True, True]])]
-    found = global_selection(Ranks(), values, masks, keep_half)
-    # Of 1, 2 | 2 | 2, 0 three are kept: the 2s. The masked -5 and 9 have no say.
-    assert torch.equal(found[0], torch.tensor([[0.0, 0.0, 1.0]]))
-    assert torch.equal(found[1], torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
-    assert [w.dtype for w in found] == [torch.float32] * 2
+M = -9.0
+"""A masked token's value, which has no say."""
 
 
-def test_ties_fall_to_the_earlier_micro_batch() -> None:
-    same = [torch.ones(1, 3), torch.ones(1, 2)]
-    found = global_selection(Ranks(), same, [v > 0 for v in same], keep_half)
-    assert [w.sum() for w in found] == [3, 0]
-
-
-def test_nothing_to_select_from() -> None:
-    assert global_selection(Ranks(), [], [], keep_half) == []
-    none = [torch.zeros(2, 3)]
-    [found] = global_selection(Ranks(), none, [none[0] > 0], keep_half)
-    assert torch.equal(found, none[0])
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ([[[1, M, 2]], [[2, M], [2, 0]]], [[[0, 0, 1]], [[1, 0], [1, 0]]]),
+        ([[[1, 1, 1]], [[1, 1]]], [[[1, 1, 1]], [[0, 0]]]),  # ties fall to the earlier micro-batch
+        ([[[M, M], [M, M]]], [[[0, 0], [0, 0]]]),
+        ([], []),
+    ],
+)
+def test_one_process_ranks_its_micro_batches_together(values: Any, kept: Any) -> None:
+    batches = [torch.tensor(one, dtype=torch.float32) for one in values]
+    weights = global_selection(Ranks(), batches, [one != M for one in batches], keep_half)
+    assert [one.tolist() for one in weights] == kept
+    assert all(one.dtype == torch.float32 for one in weights)
 
 
 def test_one_process_communicates_nothing() -> None:
@@ -112,116 +108,17 @@ def test_values_and_weights_that_differ_are_told_apart(off: float) -> None:
 # --- layouts -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    """A real one; what a GPU or a second process would have put into its state is put there."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert PartialState._shared_state == {}
-
-
-def arguments(**changed: Any) -> Any:
-    own = {"n_gpu": 0, "gradient_checkpointing": True, **changed}
-    return SimpleNamespace(**{**vars(AlphaOptions()), **own})
-
-
-def refuse(
-    accelerator: Accelerator,
-    *parts: str,
-    args: Any = None,
-    model: nn.Module | None = None,
-) -> None:
-    model = nn.Linear(2, 2) if model is None else model
-    with pytest.raises(ConfigError) as caught:
-        check_layout(accelerator, args or arguments(), model)
-    assert all(part in str(caught.value) for part in parts), caught.value
-    assert caught.value.why
-    assert caught.value.remedy
-
-
-def test_one_process_is_a_layout(accelerator: Accelerator) -> None:
-    assert layout(accelerator) == "single"
-    assert sharding_of(accelerator, nn.Linear(2, 2)) is None
-    check_layout(accelerator, arguments(), nn.Linear(2, 2))
-    assert not needs_own_forward(accelerator, AlphaOptions())
-    assert needs_own_forward(accelerator, AlphaOptions(keep_scope="global"))
-    assert needs_own_forward(accelerator, AlphaOptions(scoring_forward="own"))
-
-
-@pytest.mark.parametrize(
-    ("args", "parts"),
-    [({"ddp_static_graph": True}, ["static_graph"]), ({"n_gpu": 2}, ["DataParallel", "2 GPUs"])],
-)
-def test_arguments_are_refused(
-    accelerator: Accelerator, args: dict[str, Any], parts: list[str]
-) -> None:
-    refuse(accelerator, *parts, args=arguments(**args))
-
-
-def test_a_model_spread_by_its_device_map(accelerator: Accelerator) -> None:
-    """TRL loads a name with device_map="auto" and sets n_gpu to 1: past the refusal above."""
-    spread = nn.Linear(2, 2)
-    spread.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
-    refuse(accelerator, "spread over several devices", "0, 1", model=spread)
-    spread.hf_device_map = {"": 0}
-    check_layout(accelerator, arguments(), spread)
-
-
-def test_static_graph_by_accelerate() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    handler = DistributedDataParallelKwargs(static_graph=True)
-    refuse(Accelerator(cpu=True, kwargs_handlers=[handler]), "static_graph")
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_compiled_models(accelerator: Accelerator) -> None:
-    whole = torch.compile(nn.Linear(2, 2), backend="eager")
-    refuse(accelerator, "torch.compile", model=whole)
-    inside = nn.Linear(2, 2)
-    inside.compile(backend="eager")
-    refuse(accelerator, "torch.compile", model=inside)
-
-
-@pytest.mark.parametrize("kind", ["tensor", "context", "sequence"])
-def test_parallel_within_a_layer(accelerator: Accelerator, kind: str) -> None:
-    axis = f"{kind[0]}p_size"
-    accelerator.state.parallelism_config = ParallelismConfig(**{axis: 2})
-    refuse(accelerator, f"{kind} parallelism", f"{axis}=2")
-
-
-@pytest.mark.parametrize(
-    ("kind", "version", "activation", "said", "remedy"),
-    [
-        (DistributedType.FSDP, 1, False, "fsdp1", "fsdp_version: 2"),
-        (DistributedType.MEGATRON_LM, 2, False, "megatron_lm", "FSDP2"),
-        (DistributedType.XLA, 2, False, "xla", "DDP"),
-        (DistributedType.FSDP, 2, True, "activation_checkpointing", "gradient_checkpointing=True"),
-    ],
-)
-def test_other_backends(
-    accelerator: Accelerator, kind: DistributedType, version: int, activation: bool, said: str,
-    remedy: str,
-) -> None:  # fmt: skip
-    accelerator.state.distributed_type = kind
-    accelerator.state.fsdp_plugin = SimpleNamespace(
-        fsdp_version=version, activation_checkpointing=activation
-    )
-    assert activation or layout(accelerator) == said
-    refuse(accelerator, said, remedy)
-
-
 def test_fsdp_wraps_the_layers_that_a_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its family names a vision tower's blocks too, which a model for text does not have."""
     monkeypatch.delenv("FSDP_TRANSFORMER_CLS_TO_WRAP", raising=False)
-    model = hybrid()
+    model = tiny.hybrid()
     assert "Qwen3_5VisionBlock" in model._no_split_modules
     plugin = SimpleNamespace(transformer_cls_names_to_wrap=None)
     accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
     name_wrapped_layers(accelerator, model, None)
     assert plugin.transformer_cls_names_to_wrap == ["Qwen3_5DecoderLayer"]
     # The configuration is one for all models of the process, and another one comes.
-    name_wrapped_layers(accelerator, mixture(), {})
+    name_wrapped_layers(accelerator, tiny.mixture(), {})
     assert plugin.transformer_cls_names_to_wrap == ["MixtralDecoderLayer"]
     name_wrapped_layers(accelerator, nn.Linear(2, 2), None)  # which names none
     assert plugin.transformer_cls_names_to_wrap == ["MixtralDecoderLayer"]
@@ -235,8 +132,68 @@ def test_layers_that_the_user_names_stay(monkeypatch: pytest.MonkeyPatch, place:
     if place == "launcher":
         monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "Mine")
     config = {"transformer_layer_cls_to_wrap": ["Mine"]} if place == "trainer" else {}
-    name_wrapped_layers(accelerator, hybrid(), config)
+    name_wrapped_layers(accelerator, tiny.hybrid(), config)
     assert plugin.transformer_cls_names_to_wrap == ["Mine"]
+
+
+# --- where the model is before training -----------------------------------------------------------
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where models are sent; nothing moves."""
+    sent: list[str] = []
+
+    def to(model: nn.Module, place: Any) -> nn.Module:
+        sent.append(str(place))
+        return model
+
+    monkeypatch.setattr(nn.Module, "to", to)
+    return sent
+
+
+def test_a_model_that_waits_on_the_cpu_is_taken_there_and_back(places: list[str]) -> None:
+    def inside() -> None:
+        with on_accelerator(tiny.model(), GPU):
+            assert places == ["cuda:0"]
+            raise KeyError("an error inside")
+
+    with pytest.raises(KeyError):
+        inside()
+    assert places == ["cuda:0", "cpu"]
+    places.clear()
+    cut: Any = tiny.model()
+    next(cut.parameters()).ds_id = 0
+    with torch.device("meta"):
+        elsewhere = tiny.model()
+    for model, device in ((cut, GPU), (elsewhere, GPU), (tiny.model(), CPU)):
+        with on_accelerator(model, device):
+            pass
+    assert places == [], "these stay where they are"
+
+
+def test_fisher_and_static_passes_run_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of a run's passes before training are inside."""
+    entries: list[Any] = []
+
+    @contextmanager
+    def spy(model: nn.Module, device: torch.device) -> Iterator[None]:
+        entries.append(device)
+        yield
+        entries.append("left")
+
+    for module in (run_rows, policy_stage):
+        monkeypatch.setattr(module, "on_accelerator", spy)
+    rows = {"train_dataset": tiny.sft_rows(8)}
+    tiny.sft(tmp_path / "a", **rows, fisher_samples=2, fisher_max_new_tokens=2)
+    assert entries == [CPU, "left"]
+    policy = STM(PolicySettings("budget", 0.5))
+    tiny.made(AlphaSFTTrainer, tmp_path / "b", policy=policy, **rows, retention="none")
+    assert entries == [CPU, "left"] * 2
 
 
 def test_float32_parts_of_zero_3_are_padded_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:

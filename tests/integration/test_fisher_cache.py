@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 from pathlib import Path
@@ -14,12 +15,12 @@ from transformers import DataCollatorForSeq2Seq
 
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.fisher import fit_fisher
-from alphatoken.errors import AlphaTokenError, ConfigError, FisherError, InputError
+from alphatoken.errors import AlphaTokenError, ConfigError, FisherError
 from alphatoken.support.progress import Tracker
 from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer, AlphaTrainer
-from alphatoken.train.fisher_cache import cache_key, fisher_settings, fitted_fisher
+from alphatoken.train.distributed import cache_folder
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.placement import cache_folder
+from alphatoken.train.run_rows import cache_key, fisher_settings, fitted_fisher
 from tests.integration import tiny_training as tiny
 
 PROMPTS = [[1, 5, 9, 7], [1, 8], [1, 30, 31]]
@@ -78,8 +79,6 @@ def test_settings_are_those_of_the_options() -> None:
     assert settings["samples"] == 4
     assert settings["structure"] == "kronecker"
     assert settings["layers"] == 2
-    import inspect
-
     own = {"checkpoint", "checkpoint_every", "progress", "adapter", "model", "prompts"}
     own |= {"responses", "labels"}
     assert set(settings) | own == set(inspect.signature(fit_fisher).parameters)
@@ -146,12 +145,6 @@ def test_interrupted_fit_goes_on(tmp_path: Path) -> None:
     assert ".partial" not in entries(folder)
 
 
-def test_bad_input_passes_through(tmp_path: Path) -> None:
-    with pytest.raises(InputError):
-        fitted_fisher(tiny.model(), [[1, 2], []], options(), tmp_path)
-    assert not list(tmp_path.glob("*.safetensors"))
-
-
 def test_sharded_weights_are_refused(tmp_path: Path) -> None:
     model = tiny.model()
     model.lm_head.weight.ds_id = 0  # as ZeRO-3 marks its parameters
@@ -208,24 +201,33 @@ def test_fisher_is_fitted_on_the_prompts_of_its_own_rows(
         assert equal(trainer(kind, tmp_path).rows.fisher, by_hand(0, rows=12)), "the default"
 
 
-def test_rows_that_would_go_unused_are_refused(tmp_path: Path) -> None:
-    rows = held_out("sft")
-    for more in ({"objective": "adaptation"}, {"retention": "none"}, {"retention": "data"}):
-        with pytest.raises(ConfigError, match="no Fisher is wanted"):
-            trainer("sft", tmp_path, rows=rows, **more)
-    with pytest.raises(ConfigError, match="fisher is given, and no Fisher is wanted"):
-        trainer("sft", tmp_path, fisher=by_hand(8), retention="none")
-    with pytest.raises(ConfigError, match="given twice"):
-        trainer("sft", tmp_path, rows=rows, fisher=by_hand(8))
-    for kind in ("sft", "dpo", "plain"):
-        with pytest.raises(AlphaTokenError, match="Fisher data set has no rows|no row is left"):
-            trainer(kind, tmp_path, rows=held_out(kind).select([]))
-    with pytest.raises(ConfigError, match="no row is left to fit the Fisher on"):
-        trainer("sft", tmp_path, rows=Dataset.from_list(TOO_LONG))
+TOO_LONG = [{"prompt": "1+" * 40, "completion": " too long."}]
+
+
+UNUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "adaptation": ({"objective": "adaptation"}, "no Fisher is wanted"),
+    "no retention": ({"retention": "none"}, "no Fisher is wanted"),
+    "other retention": ({"retention": "data"}, "no Fisher is wanted"),
+    "a fitted one": ({"rows": None, "retention": "none", "fisher": ...}, "fisher is given, and no"),
+    "both": ({"fisher": ...}, "given twice"),
+    "long prompts": ({"rows": Dataset.from_list(TOO_LONG)}, "no row is left"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_rows_that_would_go_unused_are_refused(name: str, tmp_path: Path) -> None:
+    more, cause = UNUSED[name]
+    own = {"fisher": by_hand(8)} if "fisher" in more else {}
+    with pytest.raises(ConfigError, match=cause):
+        trainer("sft", tmp_path, **{"rows": held_out("sft"), **more, **own})
     assert not (tmp_path / "fisher").exists(), "nothing was fitted"
 
 
-TOO_LONG = [{"prompt": "1+" * 40, "completion": " too long."}]
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows_are_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(AlphaTokenError, match="Fisher data set has no rows|no row is left"):
+        trainer(kind, tmp_path, rows=held_out(kind).select([]))
+    assert not (tmp_path / "fisher").exists(), "nothing was fitted"
 
 
 def test_a_newcomer_fits_none_and_who_does_is_told(
@@ -235,6 +237,8 @@ def test_a_newcomer_fits_none_and_who_does_is_told(
     default = AlphaSFTTrainer.CONFIG(output_dir=str(tmp_path), report_to=[], use_cpu=True)
     made = trainer("sft", tmp_path, retention=default.retention)
     assert made.rows.fisher is None
+    control = trainer("sft", tmp_path, rows=held_out("sft"), policy="random")
+    assert control.rows.fisher is None, "a control may be called as what it is compared with"
     assert not (tmp_path / "fisher").exists()
     assert "Fisher" not in capfd.readouterr().err
     trainer("sft", tmp_path, disable_tqdm=False)
@@ -245,12 +249,6 @@ def test_a_newcomer_fits_none_and_who_does_is_told(
     assert re.search(r"Fisher: 7/7 \(100%\), +[0-9.]+/s", said[first:])
     trainer("sft", tmp_path, disable_tqdm=False)
     assert "fitting" not in capfd.readouterr().err, "it is found again"
-
-
-def test_controls_take_the_same_arguments(tmp_path: Path) -> None:
-    """They value nothing and fit nothing, and need not be called in another way."""
-    made = trainer("sft", tmp_path, rows=held_out("sft"), policy="random")
-    assert made.rows.fisher is None
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,6 +44,14 @@ def sft(folder: Path, train: Any, validation: Any, *, template: str = "", **more
     tokenizer.chat_template = template or None
     more |= {"train_dataset": train, "validation_dataset": validation}
     return tiny.sft(folder, processing_class=tokenizer, **more)
+
+
+@pytest.fixture
+def data_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Warnings about rows that were read."""
+    logging.getLogger("alphatoken.data").propagate = True
+    with caplog.at_level("WARNING", logger="alphatoken.data"):
+        yield caplog
 
 
 def _said(role: str, text: str) -> dict[str, str]:
@@ -134,19 +142,18 @@ def test_rows_that_speak_against_themselves_are_refused(family: str, kind: str) 
     read([row, {**row, **more}], "training", {**GIVEN, "data_collator": list})
 
 
-def test_a_rejected_response_may_be_marked_as_a_bad_one() -> None:
-    pair = {"prompt": TURNS[:1], "chosen": [ANSWER],
-            "rejected": [{**_said("assistant", "3"), "is_correct": False}]}  # fmt: skip
-    assert len(read_pairs([pair], "training", GIVEN)) == 1
-    with pytest.raises(InputError, match="turn that is marked.*'is_correct' is False"):
-        read_pairs([{**pair, "chosen": pair["rejected"]}], "training", GIVEN)
-
-
-def test_pairs_whose_scores_contradict_their_order_are_refused() -> None:
-    pair = {"prompt": "1+1", "chosen": "2", "rejected": "3", "score_chosen": 8, "score_rejected": 2}
-    read_pairs([pair, {**pair, "score_chosen": 2}], "training", GIVEN)
-    with pytest.raises(InputError, match="row 1: 'score_chosen' is 1, 'score_rejected' is 2"):
-        read_pairs([pair, {**pair, "score_chosen": 1}], "training", GIVEN)
+def test_pairs_that_contradict_their_order_are_refused() -> None:
+    """By their scores, or by a mark on the better one; the worse one may be marked as a bad one."""
+    bad = [{**_said("assistant", "3"), "is_correct": False}]
+    scored = {"prompt": "1+1", "chosen": "2", "rejected": "3", "score_rejected": 2}
+    for right, wrong, cause in (
+        ({"chosen": [ANSWER], "rejected": bad}, {"chosen": bad, "rejected": bad}, "'is_correct'"),
+        ({**scored, "score_chosen": 2}, {**scored, "score_chosen": 1}, "row 1: 'score_chosen' is"),
+    ):
+        rows = [{"prompt": TURNS[:1], **one} for one in (right, wrong)]
+        assert len(read_pairs(rows[:1], "training", GIVEN)) == 1
+        with pytest.raises(InputError, match=cause):
+            read_pairs(rows, "training", GIVEN)
 
 
 def test_the_tokens_of_such_rows_are_taken(tmp_path: Path) -> None:
@@ -174,28 +181,23 @@ def test_validation_rows_of_another_form_are_labelled_as_training_rows(tmp_path:
 
 
 def test_columns_that_nothing_reads_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, data_log: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("alphatoken.data").propagate = True
-    with caplog.at_level("WARNING", logger="alphatoken.data"):
-        sft(tmp_path, [{**row, "loss_weights": [1.0]} for row in SUMS], HELD)
-    assert "training rows: completion, prompt; not read: loss_weights" in caplog.text
+    sft(tmp_path, [{**row, "loss_weights": [1.0]} for row in SUMS], HELD)
+    assert "training rows: completion, prompt; not read: loss_weights" in data_log.text
 
 
 @pytest.mark.parametrize("form", [list, Dataset.from_list])
 def test_fields_of_messages_that_no_template_writes_are_named(
-    form: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    form: Any, tmp_path: Path, data_log: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("alphatoken.data").propagate = True
     rows = [with_more(name="ada", train=True) for _ in range(8)]
-    with caplog.at_level("WARNING", logger="alphatoken.data"):
-        sft(tmp_path, form(rows), None, template=CHAT, policy="random")
-    assert "training rows: messages; not read: messages.name, messages.train" in caplog.text
-    caplog.clear()
+    sft(tmp_path, form(rows), None, template=CHAT, policy="random")
+    assert "training rows: messages; not read: messages.name, messages.train" in data_log.text
+    data_log.clear()
     shows = CHAT.replace("{{ m['content']", "{{ m['name'] or '' }}{{ m['content']")
-    with caplog.at_level("WARNING", logger="alphatoken.data"):
-        found = sft(tmp_path, form(rows), None, template=shows, policy="random")
-    assert "training rows: messages; not read: messages.train" in caplog.text
+    found = sft(tmp_path, form(rows), None, template=shows, policy="random")
+    assert "training rows: messages; not read: messages.train" in data_log.text
     assert "ada2" in tiny.tokenizer().decode(found.train_dataset[0]["input_ids"])
 
 
@@ -227,17 +229,15 @@ def test_columns_that_the_template_knows_are_served(tmp_path: Path) -> None:
 
 
 def test_turns_that_the_template_leaves_out_are_noted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, data_log: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("alphatoken.data").propagate = True
     skips = CHAT.replace("{% for m in messages %}", "{% for m in messages[1:] %}")
     system = [{"messages": [_said("system", "be brief"), *row["messages"]]} for row in CHATS]
     early = [{"prompt": [_said("user", "2+2"), *TURNS[:1]], "completion": [ANSWER]}]
-    with caplog.at_level("WARNING", logger="alphatoken.data"):
-        for rows in (system, early):
-            sft(tmp_path, rows, None, template=skips, policy="random")
+    for rows in (system, early):
+        sft(tmp_path, rows, None, template=skips, policy="random")
     said = "rows text of turns that are not learned is left out"
-    assert [m for m in caplog.messages if m.startswith("training")] == [
+    assert [m for m in data_log.messages if m.startswith("training")] == [
         f"training rows: messages; in 24 of 24 {said}",
         f"training rows: completion, prompt; in 1 of 1 {said}",
     ]
@@ -245,10 +245,9 @@ def test_turns_that_the_template_leaves_out_are_noted(
 
 @pytest.mark.parametrize("role", ["tool", "narrator"])
 def test_trl_learns_all_of_a_response_whatever_its_roles(
-    role: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    role: str, tmp_path: Path, data_log: pytest.LogCaptureFixture
 ) -> None:
     """Of a completion no text may be lost; of a chat the assistant's turns are the responses."""
-    logging.getLogger("alphatoken.data").propagate = True
     more, drops = (
         _said(role, "345"),
         CHAT.replace("in messages", f"in messages if m.role != '{role}'"),
@@ -260,26 +259,23 @@ def test_trl_learns_all_of_a_response_whatever_its_roles(
     with pytest.raises(InputError, match="text of a training response would be lost.*'345'"):
         sft(tmp_path, pair, None, template=drops, policy="random")
     chat = [{"messages": [_said("user", "1+1"), more, ANSWER]}]
-    with caplog.at_level("WARNING", logger="alphatoken.data"):
-        sft(tmp_path, chat, None, template=drops, policy="random")
-    assert "in 1 of 1 rows text of turns that are not learned is left out" in caplog.text
+    sft(tmp_path, chat, None, template=drops, policy="random")
+    assert "in 1 of 1 rows text of turns that are not learned is left out" in data_log.text
 
 
 def test_the_common_beginning_of_a_pair_is_no_response(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, data_log: pytest.LogCaptureFixture
 ) -> None:
     """What a template drops of it is noted, as of a prompt in a column of its own."""
-    logging.getLogger("alphatoken.data").propagate = True
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = CHAT.replace("in messages", "in messages if m.role != 'system'")
     head = [_said("system", "be brief"), _said("user", "1+1")]
     longer = [_said("assistant", "3"), _said("user", "sure"), ANSWER]
     sides = {"chosen": [*head, ANSWER], "rejected": [*head, *longer]}
     more = {"processing_class": tokenizer, "ref_model": tiny.model(), "policy": "random"}
-    with caplog.at_level("WARNING", logger="alphatoken.data"):
-        tiny.dpo(tmp_path, train_dataset=[sides], **more)
-    assert "in 1 of 1 rows a response has turns of the user" in caplog.text
-    assert "in 1 of 1 rows text of turns that are not learned is left out" in caplog.text
+    tiny.dpo(tmp_path, train_dataset=[sides], **more)
+    assert "in 1 of 1 rows a response has turns of the user" in data_log.text
+    assert "in 1 of 1 rows text of turns that are not learned is left out" in data_log.text
 
 
 @pytest.mark.parametrize(
@@ -303,7 +299,7 @@ def test_roles_have_one_reader(message: dict[str, Any], answer: bool, prompt: bo
 def test_late_rows_of_a_stream_are_checked_as_they_are_read(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("alphatoken.train.python_rows._LOOKED_AT", 4)
+    monkeypatch.setattr("alphatoken.train.python_rows._FIRST_ROWS", 4)
     tokens = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "loss_mask": [0, 1, 1]}
     rows = [tokens] * 5 + [{**tokens, "loss_mask": [0, 0, 1]}]
     if kind == "a marked turn":
@@ -448,17 +444,15 @@ def test_another_prompt_beside_whole_conversations_is_refused() -> None:
 
 
 def test_a_response_of_several_turns_is_learned_whole_and_that_is_said(
-    caplog: pytest.LogCaptureFixture,
+    data_log: pytest.LogCaptureFixture,
 ) -> None:
-    logging.getLogger("alphatoken.data").propagate = True
     pair = {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": [_said("assistant", "3")]}
-    with caplog.at_level("WARNING", logger="alphatoken.data"):
-        read_pairs([pair, {**pair, "chosen": TURNS[1:2]}], "training", GIVEN)
-        read_rows([{"prompt": TURNS[:1], "completion": TURNS[1:]}], "training", GIVEN)
-        whole = {k: [TURNS[0], _said("assistant", k)] for k in ("chosen", "rejected")}
-        read_pairs([whole], "training", GIVEN)  # the user's turn is their prompt
+    read_pairs([pair, {**pair, "chosen": TURNS[1:2]}], "training", GIVEN)
+    read_rows([{"prompt": TURNS[:1], "completion": TURNS[1:]}], "training", GIVEN)
+    whole = {k: [TURNS[0], _said("assistant", k)] for k in ("chosen", "rejected")}
+    read_pairs([whole], "training", GIVEN)  # the user's turn is their prompt
     said = "a response has turns of the user, which are learned with it"
-    assert caplog.messages == [
+    assert data_log.messages == [
         f"training rows: chosen, prompt, rejected; in 1 of 2 rows {said}",
         f"training rows: completion, prompt; in 1 of 1 rows {said}",
     ]
@@ -563,6 +557,56 @@ def test_a_call_of_a_tool_is_a_response(tmp_path: Path, form: str) -> None:
         trainer = tiny.sft(tmp_path, train_dataset=dataset, processing_class=written, **more)
     assert len(trainer.train_dataset) == 8
     trainer.train()
+
+
+def chat(answer: str) -> dict[str, Any]:
+    return {"messages": [_said("user", "a"), _said("assistant", answer)]}
+
+
+def sharegpt(answer: str) -> dict[str, Any]:
+    said = ("human", "a"), ("gpt", answer)
+    return {"conversations": [{"from": role, "value": text} for role, text in said]}
+
+
+PAIR = {"prompt": "a", "chosen": "yes", "rejected": "no"}
+SIDES = {"chosen": [ANSWER], "rejected": [_said("assistant", "3")]}
+UNUSABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a completion": ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "\n"}, ""),
+    "no answer": (chat("b"), {"messages": [_said("user", "a")]}, ""),
+    "an empty answer": (chat("b"), chat(""), ""),
+    "ShareGPT": (sharegpt("b"), sharegpt(""), ""),
+    "a text": ({"text": "b"}, {"text": ""}, ""),
+    "no labels": (
+        {"input_ids": [1, 2], "labels": [-100, 2]},
+        {"input_ids": [1, 2], "labels": [-100, -100]},
+        "",
+    ),
+    "one side": (PAIR, {**PAIR, "rejected": "  "}, ""),
+    "two sides": (PAIR, {**PAIR, "chosen": "", "rejected": ""}, ""),
+    "a pair of one text": (PAIR, {**PAIR, "chosen": "no"}, "are equal"),
+    "a pair of one message": (SIDES, {**SIDES, "rejected": [ANSWER]}, "are equal"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_a_row_that_teaches_nothing_is_named(kind: str) -> None:
+    """Beside one that can be trained on, which is left as it is."""
+    usable, bad, cause = UNUSABLE[kind]
+    read = read_pairs if "chosen" in usable else read_rows
+    with pytest.raises(InputError, match=rf"1 of 2 mine rows.*{cause or 'is empty'} \(row 1\)"):
+        read([usable, bad], "mine", GIVEN)
+    assert len(read(Dataset.from_list([usable]), "mine", GIVEN)) == 1
+
+
+def test_columns_that_are_not_there_are_named() -> None:
+    for read, rows, cause in (
+        (read_rows, [{"question": "a"}], "none of the columns.*question"),
+        (read_pairs, [{"prompt": "a", "chosen": "b"}], "no column 'rejected'"),
+    ):
+        with pytest.raises(InputError, match=cause):
+            read(Dataset.from_list(rows), "training", GIVEN)
+    with pytest.raises(InputError, match="no rows"):
+        read_rows(Dataset.from_dict({"text": []}), "training", GIVEN)
 
 
 def test_rows_that_cannot_be_trained_on_are_left_out_or_stop(tmp_path: Path) -> None:

@@ -13,20 +13,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CohereConfig, CohereForCausalLM, PhiConfig, PhiForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-import alphatoken.model.response_losses as response_losses_module
 from alphatoken.config import ScorerConfig
+from alphatoken.model import forward as own_forward
 from alphatoken.model.head import head_losses, watched_head
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients
 from alphatoken.scorer import Scorer
-from alphatoken.train import fused_head
-from alphatoken.train.fused_head import (
+from alphatoken.train import log_prob_proxy
+from alphatoken.train.log_prob_proxy import (
+    LogProbProxy,
     errors_only,
     head_entropy,
     shared_log_probs,
     top_entropy,
 )
-from alphatoken.train.log_prob_proxy import LogProbProxy
 from tests.integration.snapshot import bits
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.strategies import make_batch
@@ -60,14 +60,14 @@ HEADS = ("plain", "soft-capped", "scaled", "biased")
 
 def _forward(model: Any) -> tuple[LogProbProxy, Tensor]:
     """A forward through the proxy, and the hidden states that its head read."""
-    seen: list[Tensor] = []
+    hidden: list[Tensor] = []
     handle = model.base_model.register_forward_hook(
-        lambda *found: seen.append(found[2].last_hidden_state)
+        lambda *result: hidden.append(result[2].last_hidden_state)
     )
     proxy = LogProbProxy(model)
     proxy(**BATCH, fused_lm_head=True, use_cache=False)
     handle.remove()
-    return proxy, seen[0]
+    return proxy, hidden[0]
 
 
 class _Accumulated(TorchDispatchMode):
@@ -96,9 +96,9 @@ def test_errors_below_the_head_keep_their_bits_and_its_gradient_is_not_formed(na
     weights = torch.randn(2, BATCH["labels"].shape[1] - 1, generator=draw)
     with _Accumulated() as full:
         expected = _errors(proxy, hidden, weights)
-    with errors_only(proxy.log_probs) as found, _Accumulated() as less:
+    with errors_only(proxy.log_probs) as actual, _Accumulated() as less:
         errors = _errors(proxy, hidden, weights)
-    assert found
+    assert actual
     assert expected.abs().max() > 0
     assert bits(errors) == bits(expected)
     of_hidden, of_weight = (weights.numel(), 16), (VOCABULARY, 16)
@@ -116,8 +116,8 @@ def test_errors_below_the_head_keep_their_bits_and_its_gradient_is_not_formed(na
 
 @pytest.mark.parametrize("name", HEADS)
 def test_the_training_backward_afterwards_is_whole(name: str) -> None:
-    found, expected = _of(name), _of(name)
-    for model, scored in ((found, True), (expected, False)):
+    actual, expected = _of(name), _of(name)
+    for model, scored in ((actual, True), (expected, False)):
         proxy, hidden = _forward(model)
         if scored:
             with errors_only(proxy.log_probs):
@@ -125,19 +125,19 @@ def test_the_training_backward_afterwards_is_whole(name: str) -> None:
             with pytest.raises(ZeroDivisionError), errors_only(proxy.log_probs):
                 _ = 1 / 0
         proxy.log_probs.sum().backward()
-    head = found.get_output_embeddings()
+    head = actual.get_output_embeddings()
     assert head.weight.grad.abs().max() > 0
-    for (place, p), q in zip(found.named_parameters(), expected.parameters(), strict=True):
+    for (place, p), q in zip(actual.named_parameters(), expected.parameters(), strict=True):
         assert bits(p.grad) == bits(q.grad), place
 
 
 def test_logits_of_another_head_are_left_alone() -> None:
     proxy = LogProbProxy(BY_NAME["llama"].build(1).train())
-    with errors_only(proxy.log_probs) as found:
-        assert not found, "no forward yet"
+    with errors_only(proxy.log_probs) as result:
+        assert not result, "no forward yet"
     proxy.logits({k: v for k, v in BATCH.items() if k != "labels"}, BATCH["labels"])
-    with errors_only(proxy.log_probs) as found:
-        assert not found
+    with errors_only(proxy.log_probs) as result:
+        assert not result
     proxy.log_probs.sum().backward()
 
 
@@ -205,15 +205,15 @@ def test_label_values_share_the_error_with_the_update(name: str, parameters: str
     scorer = Scorer(model, VALIDATION, None, config)
     direction = scorer.direction.total()
     formed = mock.Mock(side_effect=head_losses)
-    with scorer.observe() as seen:
+    with scorer.observe() as observed:
         if name == "of logits":
             proxy = LogProbProxy(model)
             proxy.logits(INPUTS, BATCH["labels"])
         else:
             proxy, _ = _forward(model)
         proxy.share_head(BATCH["labels"])
-        with mock.patch.object(response_losses_module, "head_losses", formed):
-            values = seen.values(proxy.scores, BATCH["labels"]).total
+        with mock.patch.object(own_forward, "head_losses", formed):
+            values = observed.values(proxy.scores, BATCH["labels"]).total
     forward = find_adapter(model).forward
     expected = gradients.label_values(model, forward, BATCH, direction)
     torch.testing.assert_close(values, expected.to(values), rtol=1e-4, atol=1e-6)
@@ -230,7 +230,7 @@ def test_entropy_of_the_training_forward(
     name: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the logits that the model's own head gives, whatever it does to them."""
-    monkeypatch.setattr(fused_head, "_WORKSPACE", rows_at_once)
+    monkeypatch.setattr(log_prob_proxy, "_WORKSPACE", rows_at_once)
     model = _of("plain" if name == "of logits" else name)
     if name == "of logits":
         proxy = LogProbProxy(model)
@@ -240,15 +240,15 @@ def test_entropy_of_the_training_forward(
     labels = BATCH["labels"]
     logits = model(**INPUTS, use_cache=False).logits.detach()
     for k in (2, 5, VOCABULARY):
-        found = proxy.entropy(labels, k)
-        assert found.shape == labels.shape
-        assert not found.requires_grad
+        actual = proxy.entropy(labels, k)
+        assert actual.shape == labels.shape
+        assert not actual.requires_grad
         for row, t in (labels != -100).nonzero().tolist():
             p = logits[row, t - 1].double().softmax(-1).sort(descending=True).values[:k]
             p = p / p.sum()
             expected = -float((p * p.log()).sum())
-            assert float(found[row, t]) == pytest.approx(expected, abs=2e-6)
-        assert not bool(found[labels == -100].any())
+            assert float(actual[row, t]) == pytest.approx(expected, abs=2e-6)
+        assert not bool(actual[labels == -100].any())
     nothing = torch.zeros_like(labels[:, 1:], dtype=torch.bool)
     if name != "of logits":
         assert head_entropy(proxy.log_probs, nothing, 5) is not None

@@ -49,9 +49,9 @@ def test_float16_is_named_on_an_observed_pass(estimator: str) -> None:
     scorer = Scorer(model, BATCH, config=ScorerConfig(estimator, layers=2))
     with (
         pytest.raises(AlphaTokenError, match="float16.*--dtype bfloat16"),
-        scorer.observe() as seen,
+        scorer.observe() as observed,
     ):
-        seen.values(model(**BATCH).logits, IDS)
+        observed.values(model(**BATCH).logits, IDS)
 
 
 def test_other_formats_and_other_errors_keep_their_words() -> None:

@@ -32,9 +32,9 @@ def overrides() -> Iterator[str]:
 
 
 def test_every_override_is_looked_for() -> None:
-    found = set(overrides()) - PUBLIC
-    assert len(found) > 8
-    assert found - {"_prepare_dataset"} == set(OVERRIDDEN)
+    result = set(overrides()) - PUBLIC
+    assert len(result) > 8
+    assert result - {"_prepare_dataset"} == set(OVERRIDDEN)
 
 
 def without(kind: Any, name: str, stays: bool) -> dict[str, Any]:

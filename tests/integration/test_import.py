@@ -25,7 +25,7 @@ def loaded_after(statement: str) -> set[str]:
 
 def test_import_loads_no_model_library_nor_the_outer_rim() -> None:
     outer = ("oracle", "diagnose", "cli", "model.transformers", "model.dispatch",
-             "direction.optimizers", "direction.updates")  # fmt: skip
+             "direction.optimizers", "direction.preconditioner")  # fmt: skip
     heavy = {"transformers", "peft", "trl", "pyarrow", "matplotlib"}
     heavy |= {f"alphatoken.{name}" for name in outer}
     assert not heavy & loaded_after(EVERYTHING)

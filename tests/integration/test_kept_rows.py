@@ -13,11 +13,11 @@ import torch
 from scipy import stats
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
-from alphatoken.data import batches, encode_rows, read_rows
+from alphatoken.data import batches
 from tests.both_programs import main
 from tests.integration.small_world import World
 
-WEIGHT, ROWS = 500.0, 9
+WEIGHT, ROWS = 3000.0, 9
 """So much weight on what the model was that some rows are harmful; rows of the training file."""
 PAGE = Path(__file__).parents[2] / "docs" / "selection-and-losses.md"
 
@@ -36,24 +36,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def model_and_rows(world: World) -> tuple[Any, list[Any], list[Any], FisherDrift]:
-    """The model, encoded training and validation rows, and the Fisher."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(world / "moved")
-    tokenizer = AutoTokenizer.from_pretrained(world / "moved")
-    train, _ = encode_rows(read_rows(world / "train.jsonl", limit=ROWS), tokenizer)
-    validation, _ = encode_rows(read_rows(world / "validation.jsonl"), tokenizer)
-    return model, train, validation, FisherDrift.load(world / "fisher.safetensors")
-
-
 @cache
 def sums_by_hand(world: World) -> list[tuple[float, int]]:
     """Sum of the values of each response, and its tokens, by a scorer row by row."""
-    model, train, validation, fisher = model_and_rows(world)
-    held = list(batches(validation, 99))
+    model, _, train, validation = world.loaded()
+    held, fisher = list(batches(validation, 99)), FisherDrift.load(world / "fisher.safetensors")
     scorer = Scorer(model, held, fisher, ScorerConfig(stability_weight=WEIGHT))
-    rows = [scorer.score(next(batches([example], 1))) for example in train]
+    rows = [scorer.score(next(batches([example], 1))) for example in train[:ROWS]]
     return [(float(row.total[row.mask].double().sum()), int(row.mask.sum())) for row in rows]
 
 
@@ -179,7 +168,8 @@ def test_rows_that_json_cannot_hold_are_refused_before_the_model(
 @pytest.mark.slow
 def test_the_rule_without_a_budget_on_whole_rows(world: World) -> None:
     """The page's lines, against scorers that leave out one part of the validation rows each."""
-    model, train, validation, fisher = model_and_rows(world)
+    model, _, train, validation = world.loaded()
+    train, fisher = train[:ROWS], FisherDrift.load(world / "fisher.safetensors")
     parts = [next(batches(validation[k::3], 99)) for k in range(3)]
     config = ScorerConfig(stability_weight=WEIGHT)
     table = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ from alphatoken import TokenValues
 from alphatoken.errors import InputError
 from alphatoken.model.batch import label_mask
 from alphatoken.score import ScoredExample, Visits, read_values
-from alphatoken.train.documents import row_documents
-from alphatoken.train.ledger import COMPONENTS, UNIT, ValueLedger
-from alphatoken.train.results import REPORT, export_values
+from alphatoken.train import records
+from alphatoken.train.ledger import COMPONENTS, UNIT, ValueLedger, row_documents
+from alphatoken.train.records import REPORT, export_values
 from tests.integration.tiny_training import sft, sft_rows
 from tests.property.profiles import budget
 from tests.unhooked import unhooked
@@ -217,6 +218,13 @@ def same_state(one: ValueLedger, two: ValueLedger) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
+FOUND = [
+    Doc((0, 1, 1), (False, True, True)),
+    Doc((1, 1, 0, 1), (False, True, False, True)),
+    Doc((0, 0), (False, True)),
+]
+
+
 # --- what it adds up ------------------------------------------------------------------------------
 
 
@@ -260,6 +268,31 @@ def test_ledgers_of_two_ranks_merge_into_one(found: list[Doc], count: int, mode:
             columns = vars(merged.documents[key])
             for name, value in vars(entry).items():
                 assert np.array_equal(columns[name], value), name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ledgers_of_processes_add_up(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """What the second process sends is added to the first one's, which alone writes."""
+    both, ledgers = ValueLedger(), (ValueLedger(), ValueLedger())
+    for seed, ledger in enumerate(ledgers):
+        add(ledger, FOUND[:2], visit(2, seed), "right", range(2))
+        both.merge(ledger)
+
+    def broadcast(item: Any, source: int) -> Any:
+        return item if source == rank else ledgers[1 - rank]
+
+    ranks = SimpleNamespace(world=2, rank=rank, broadcast_object=broadcast)
+    monkeypatch.setattr(records, "Ranks", lambda accelerator: ranks)
+    run = records.RunRecords.__new__(records.RunRecords)
+    args = SimpleNamespace(should_save=rank == 0)
+    run._trainer = SimpleNamespace(args=args, accelerator=None)  # type: ignore[assignment]
+    run.ledger = ledgers[rank]
+    before = ValueLedger()
+    before.load_tensors(run.ledger.state_tensors())
+    whole = run._all_ledgers()
+    assert same_state(run.ledger, before)
+    assert (whole is None) == (rank == 1), "one process writes"
+    assert whole is None or same_state(whole, both)
 
 
 def pair_batch(pairs: list[tuple[Doc, Doc]]) -> Laid:
@@ -420,11 +453,6 @@ def test_trl_preference_batches_are_found_in_the_data_set(truncation: str, tmp_p
 
 # --- export ---------------------------------------------------------------------------------------
 
-FOUND = [
-    Doc((0, 1, 1), (False, True, True)),
-    Doc((1, 1, 0, 1), (False, True, False, True)),
-    Doc((0, 0), (False, True)),
-]
 ROWS = [
     {"input_ids": [1, 1, 0, 1], "labels": [-100, 1, -100, 1]},
     {"input_ids": [1, 0], "labels": [-100, 0]},
@@ -468,9 +496,6 @@ def test_records_are_the_books(tmp_path: Path) -> None:
     # Ordered by the first row that holds them; the third document is in no row.
     assert [visits_of(one).rows for one in found] == [[0, 3], [2], []]
     assert [visits_of(one).rows for one in exported(filled(), tmp_path, None)] == [[]] * 3
-
-
-def test_rows_that_were_seen_are_counted(tmp_path: Path) -> None:
     assert export_values(filled(), tmp_path, ROWS) == (len(ROWS) - 1, 1)
 
 

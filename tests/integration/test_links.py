@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.printed_commands import prose
+from tests.integration.test_printed_commands import prose
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from alphatoken import Scorer, fit_fisher
 from alphatoken.errors import UnsupportedError
-from alphatoken.model.modes import draws
+from alphatoken.model.forward import draws
 from tests.integration import tiny_scorer
 from tests.integration.snapshot import Snapshot, bits
 from tests.integration.tiny_scorer import BATCH, VALIDATION, inputs, observed_values

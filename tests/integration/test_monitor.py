@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from alphatoken.train.monitor import TrainMonitor
+from alphatoken.train.records import TrainMonitor
 from alphatoken.values import TokenValues
 
 NAMES = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
@@ -47,19 +47,19 @@ def reloaded(first: TrainMonitor) -> TrainMonitor:
 
 
 def test_statistics_by_hand() -> None:
+    """Masks, soft weights, and micro-batches without values."""
     batches = [drawn(seed) for seed in range(5)]
-    found = monitor(batches).logs()
+    logs = monitor(batches).logs()
     response = sum(int(m.sum()) for _, m, _ in batches)
     kept = sum(float((w * m).sum()) for w, m, _ in batches)
-    assert found["alpha/response_tokens"] == response
-    assert found["alpha/kept_share"] == found["alpha/weight_share"] == kept / response
-
-
-def test_soft_weights_and_micro_batches_without_values() -> None:
-    _, mask, _ = drawn(0)
-    found = monitor([(0.25 * mask, mask, None)]).logs()
-    assert found["alpha/kept_share"] == 1
-    assert found["alpha/weight_share"] == 0.25
+    assert logs["alpha/response_tokens"] == response
+    assert logs["alpha/kept_share"] == logs["alpha/weight_share"] == kept / response
+    mask = torch.tensor([[0, 1, 1]]).bool()
+    soft = (torch.tensor([[0.0, 1.0, 0.5]]), torch.tensor([[0.0, 0.25, 0.0]]))
+    logs = monitor([(weights, mask, None) for weights in soft]).logs()
+    assert (logs["alpha/kept_share"], logs["alpha/weight_share"]) == (3 / 4, 1.75 / 4)
+    effective = 1.75**2 / (1 + 0.25 + 0.0625)  # (sum w)^2 / sum w^2
+    assert logs["alpha/effective_share"] == pytest.approx(effective / 4)
 
 
 def test_the_largest_error_of_differences_is_kept_over_logs_and_checkpoints() -> None:
@@ -76,16 +76,16 @@ def test_nothing_recorded_and_nothing_to_learn() -> None:
     empty = torch.zeros_like(mask)
     zero = replace(values, total=values.total * 0, mask=empty)
     for batches in ([], [(weights, empty, zero)]):
-        found = monitor(batches).logs()
-        assert {name for name in found if "seconds" not in name} == {"alpha/response_tokens"}
-        assert found["alpha/response_tokens"] == 0
+        result = monitor(batches).logs()
+        assert {name for name in result if "seconds" not in name} == {"alpha/response_tokens"}
+        assert result["alpha/response_tokens"] == 0
 
 
 def test_processes_together_are_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [drawn(seed) for seed in range(6)]
     whole = monitor(batches).logs()
     others = [monitor(batches[2:]).state_values(), TrainMonitor().state_values()]
-    monkeypatch.setattr("alphatoken.train.monitor.gather_object", lambda own: [*own, *others])
+    monkeypatch.setattr("alphatoken.train.records.gather_object", lambda own: [*own, *others])
     assert monitor(batches[:2]).logs() == pytest.approx(whole, rel=1e-12)
 
 
@@ -114,27 +114,22 @@ def test_recording_reads_nothing_from_the_device() -> None:
         hollow.state_values()
 
 
-def test_the_last_look_is_logged() -> None:
-    found = TrainMonitor()
-    assert found.looked_at is None
-    for step, (pool, held) in enumerate([(2.0, 2.1), (1.5, 1.7)]):
-        found.gap(step, {"pool": pool, "held_out": held, "gap": held - pool})
-        assert found.logs()["alpha/validation_gap"] == held - pool
-    found.gap(9, {})
-    assert found.looked_at == 1
-
-
 def test_state_holds_the_look_the_balance_and_the_seconds() -> None:
     first = TrainMonitor()
+    assert first.looked_at is None
     weights, mask, values = drawn(0)
-    first.record(weights, mask, replace(values, balance={"a": 0.5, "b": 3.0, "c": 2.0}), seconds=2)
+    first.record(weights, mask, replace(values, balance={"a": 0.5, "b": 3.0, "c": 2.0}))
+    first.scoring(2.0)
     first.direction(0.25)
     first.direction(0.5)
+    first.gap(1, {"pool": 5.0, "held_out": 9.0, "gap": 4.0})
     first.gap(3, {"pool": 1.0, "held_out": 2.0, "gap": 1.0})
+    first.gap(9, {})  # nothing was looked at
     second = reloaded(first)
     logs = [m.logs() for m in (first, second)]
     assert logs[0] == logs[1]
     assert logs[0]["alpha/balance"] == 2.0
+    assert logs[0]["alpha/validation_gap"] == 1.0
     assert logs[0]["alpha/scoring_seconds"] == 2.0
     assert logs[0]["alpha/direction_seconds"] == 0.75
     assert second.logs()["alpha/direction_seconds"] == 0.0

@@ -58,13 +58,13 @@ def test_validation_rows_of_another_form_are_said(tmp_path: Path) -> None:
     made = tokenizer()
     made.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
-    def trainer(train: Any, held: Any) -> None:
-        rows = {"train_dataset": train, "validation_dataset": held}
+    def trainer(train: Any, validation: Any) -> None:
+        rows = {"train_dataset": train, "validation_dataset": validation}
         sft(tmp_path, retention="none", processing_class=made, **rows)
 
-    for held in (text, chats):
+    for validation in (text, chats):
         with pytest.warns(AlphaTokenWarning, match=r"label 100% of their tokens .* another form"):
-            trainer(sums(16, 0), held)
+            trainer(sums(16, 0), validation)
     trainer(text, text)
     trainer(text, sums(16, 0))  # TRL then labels the prompts of these too
     trainer(sums(16, 0), sums(12, 5))

@@ -10,10 +10,9 @@ from datasets import Dataset, IterableDataset
 
 from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
-from alphatoken.cli.training_data import load_run_data
+from alphatoken.cli.training_rows import load_run_data
 from alphatoken.data.pairs import is_longer
 from alphatoken.errors import AlphaTokenWarning, ConfigError
-from alphatoken.train.datasets import cut_pair
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from tests.integration import tiny_training as tiny
 from tests.integration.tiny_training import model, options, preference_rows, tokenizer
@@ -60,14 +59,6 @@ def test_validation_rows_and_streams_are_cut_alike(tmp_path: Path) -> None:
     assert [len(row["prompt_ids"]) for row in made.tokenised(stream, "streamed")] == [5] * 4
 
 
-def test_no_limit_cuts_nothing() -> None:
-    row = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6], "ref": 0.5}
-    assert cut_pair(row, max_prompt=None, max_response=None) == row
-    assert cut_pair(row, max_prompt=1, max_response=1) == {
-        "prompt_ids": [3], "chosen_ids": [4], "rejected_ids": [6], "ref": 0.5,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_limit_of_nothing_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
@@ -97,7 +88,7 @@ def test_long_prompts_are_bad_rows_unless_they_are_to_be_cut(
     def left(*more: str) -> int:
         caplog.clear()
         arguments = read_arguments("dpo", [*words, *more], AlphaDPOConfig)
-        return len(load_run_data(arguments, tokenizer()).train)
+        return len(load_run_data(arguments, tokenizer())[0]["train_dataset"])
 
     assert left() == 10
     assert "longer than 60 tokens" in caplog.text
@@ -108,9 +99,9 @@ def test_long_prompts_are_bad_rows_unless_they_are_to_be_cut(
 def test_what_a_template_writes_before_a_short_prompt_counts() -> None:
     words = tokenizer()
     words.chat_template = "1" * 120 + "{{ messages[0]['content'] }}"
-    asked = [{"role": "user", "content": "2"}]
-    assert is_longer(asked, words, 120)
-    assert not is_longer(asked, words, 121)
+    prompt = [{"role": "user", "content": "2"}]
+    assert is_longer(prompt, words, 120)
+    assert not is_longer(prompt, words, 121)
     assert not is_longer("2" * 5, words, 5)
 
 

@@ -12,9 +12,10 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.train import AlphaTrainer
-from alphatoken.train.policies.standard import Standard
+from alphatoken.train.policies.builtin import Standard
 from alphatoken.train.policy import PolicySettings
 from tests.integration import tiny_training as tiny
+from tests.integration.tiny_training import padded
 
 
 def ids(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -53,34 +54,13 @@ def transformed(rows: list[dict[str, Any]]) -> Dataset:
     return Dataset.from_dict({"prompt": list(range(len(rows)))}).with_transform(read)
 
 
-FORMS = {
-    "dataset": Dataset.from_list,
-    "tensors": lambda rows: Dataset.from_list(rows).with_format("torch"),
-    "torch": OfTorch,
-    "transform": transformed,
-}
-
-
-def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A collator of a user's own."""
-    width = max(len(row["input_ids"]) for row in rows)
-
-    def column(name: str, fill: int) -> torch.Tensor:
-        lists = [torch.as_tensor(row[name]).tolist() for row in rows]
-        return torch.tensor([one + [fill] * (width - len(one)) for one in lists])
-
-    inputs = column("input_ids", 0)
-    return {
-        "input_ids": inputs,
-        "attention_mask": (inputs != 0).long(),
-        "labels": column("labels", -100),
-    }
+FORMS = {"torch": OfTorch, "transform": transformed}
 
 
 def ours(folder: Path, rows: Any, validation: Any, collator: Any, **more: Any) -> AlphaTrainer:
-    given = {"train_dataset": rows, "validation_dataset": validation, "data_collator": collator}
+    arguments = {"train_dataset": rows, "validation_dataset": validation, "data_collator": collator}
     own = {"max_steps": 2, "retention": "none", "remove_unused_columns": False, **more}
-    return cast("AlphaTrainer", tiny.sft(folder, AlphaTrainer, **given, **own))
+    return cast("AlphaTrainer", tiny.sft(folder, AlphaTrainer, **arguments, **own))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +72,7 @@ def of_lists(tmp_path_factory: pytest.TempPathFactory) -> AlphaTrainer:
 
 
 # Rows of a data set, as tensors, are read in test_tokenised_rows_of_tensors_in_the_trainer_of_trl.
-@pytest.mark.parametrize("form", ["torch", "transform"])
+@pytest.mark.parametrize("form", FORMS)
 def test_rows_in_every_form_have_the_values_of_lists(
     tmp_path: Path, of_lists: AlphaTrainer, form: str
 ) -> None:
@@ -106,9 +86,11 @@ def test_rows_in_every_form_have_the_values_of_lists(
 
 def test_tokenised_rows_of_tensors_in_the_trainer_of_trl(tmp_path: Path) -> None:
     skip = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
-    rows, held = FORMS["tensors"](labelled(16)), FORMS["tensors"](labelled(8, 5))
-    given = {"train_dataset": rows, "validation_dataset": held, "data_collator": padded}
-    trainer = tiny.sft(tmp_path, retention="none", max_steps=2, **given, **skip)
+    rows, validation = (
+        Dataset.from_list(rows).with_format("torch") for rows in (labelled(16), labelled(8, 5))
+    )
+    own = {"train_dataset": rows, "validation_dataset": validation, "data_collator": padded}
+    trainer = tiny.sft(tmp_path, retention="none", max_steps=2, **own, **skip)
     trainer.train()
     assert "alpha/kept_share" in trainer.state.log_history[0]
 
@@ -119,11 +101,11 @@ def test_the_collator_makes_the_labels(tmp_path: Path) -> None:
     At ratio 1 our cross-entropy of the logits is the loss that the model computes itself.
     """
     collator = DataCollatorForLanguageModeling(tiny.tokenizer(), mlm=False)
-    made = FORMS["dataset"]
+    made = Dataset.from_list
     # In the first steps of Adam rounding decides the sign of a step; a larger epsilon does not.
     epsilon = {"adam_epsilon": 1e-4, "max_steps": 4}
-    rows, held = made(ids(16)), made(ids(8, 5))
-    all_kept = ours(tmp_path / "all", rows, held, collator, keep_ratio=1.0, **epsilon)
+    rows, validation = made(ids(16)), made(ids(8, 5))
+    all_kept = ours(tmp_path / "all", rows, validation, collator, keep_ratio=1.0, **epsilon)
     same = {"remove_unused_columns": False, "data_collator": collator, **epsilon}
     plain = tiny.made(Trainer, tmp_path / "plain", train_dataset=rows, **same)
     all_kept.train()
@@ -200,8 +182,8 @@ def gradients(
     count = (batch["labels"][:, 1:] != -100).sum()
     (carried,), _ = made.get_batch_samples(iter([dict(batch)]), 1, torch.device("cpu"))
     made.training_step(made.model, carried, count)
-    found = {n: p.grad.clone() for n, p in made.model.named_parameters() if p.grad is not None}
-    return batch, found
+    result = {n: p.grad.clone() for n, p in made.model.named_parameters() if p.grad is not None}
+    return batch, result
 
 
 def test_no_update_of_chosen_tokens_depends_on_the_pad_token(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError
 from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer
-from alphatoken.train.checks import check_tokens
+from alphatoken.train.refusals import check_tokens
 from tests.integration import tiny_training as tiny
 
 LONG = "what is the sum of these two numbers, if you please? "

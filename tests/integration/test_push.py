@@ -28,10 +28,10 @@ OTHER = "wkqzzjx"
 
 def rows(count: int, marker: str = MARKER) -> Dataset:
     more = 1 if marker == MARKER else 2  # no prompt of one set is one of the other
-    found = [
+    result = [
         {"prompt": f"{i}+{more}=?", "completion": f" {marker}{i % 10} is it"} for i in range(count)
     ]
-    return Dataset.from_list(found)
+    return Dataset.from_list(result)
 
 
 def traces(marker: str) -> list[bytes]:
@@ -94,14 +94,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def trained(folder: Path, strategy: str, **more: Any) -> Any:
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "max_steps": 4,
         "save_strategy": "steps",
         "save_steps": 2,
         "hub_always_push": True,
     }
-    given |= {"train_dataset": rows(16), "validation_dataset": rows(8, OTHER)}
-    trainer = sft(folder, push_to_hub=True, hub_strategy=strategy, **given, **more)
+    arguments |= {"train_dataset": rows(16), "validation_dataset": rows(8, OTHER)}
+    trainer = sft(folder, push_to_hub=True, hub_strategy=strategy, **arguments, **more)
     trainer.train()
     trainer.save_model(str(folder))  # as the command line does: this pushes
     trainer.push_to_hub()
@@ -114,8 +114,8 @@ def trained(folder: Path, strategy: str, **more: Any) -> Any:
 def test_nothing_of_the_training_rows_is_uploaded(tmp_path: Path, hub: Hub, strategy: str) -> None:
     folder = tmp_path / "run"
     trained(folder, strategy)
-    found = [name for name, content in hub.files.items() if told(content) or told(content, OTHER)]
-    assert found == []
+    result = [name for name, content in hub.files.items() if told(content) or told(content, OTHER)]
+    assert result == []
     results = folder / "_alphatoken"
     assert told((results / "alphatoken-report.html").read_bytes())  # the look has eyes
     assert told((folder / "checkpoint-4" / "alphatoken-rank0.safetensors").read_bytes())

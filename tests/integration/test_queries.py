@@ -14,10 +14,9 @@ from alphatoken.data import EncodeOptions, Fields
 from alphatoken.score import ScoredExample, value_files
 from alphatoken.score.queries import encode_queries, query_rows, read_as
 from tests.integration.browser import opened
-from tests.integration.small_world import World
+from tests.integration.small_world import World, make_tokenizer
 from tests.integration.test_cli import load, same
 from tests.rows import jsonl
-from tests.tiny_language import make_tokenizer
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -31,7 +30,7 @@ SINGLE = 1e-5
 """Of the largest value: float32, in two orders of summation."""
 
 
-def asked(world: World, out: Path, *more: object, **changed: Any) -> int:
+def score_queries(world: World, out: Path, *more: object, **changed: Any) -> int:
     """Exit status of ``score`` on the small files with queries in ``more``."""
     return world.score(out, *more, **({"validation": None} | changed))
 
@@ -45,11 +44,8 @@ def columns(folder: Path, key: str) -> dict[int, Any]:
 
 @pytest.mark.parametrize(
     ("estimator", "scope"),
-    [  # the other estimators are as this one where queries are told apart; a walk is not
-        ("alphatoken", "dataset"),
-        ("walk", "batch"),
-        pytest.param("label", "batch", marks=pytest.mark.slow),
-    ],
+    # Other estimators are as the first where queries are told apart; a walk is not.
+    [("alphatoken", "dataset"), ("walk", "batch")],
 )
 def test_a_query_has_the_values_of_a_run_against_that_row(
     world: World, tmp_path: Path, estimator: str, scope: str
@@ -58,15 +54,15 @@ def test_a_query_has_the_values_of_a_run_against_that_row(
     more = {"estimator": estimator, "scope": scope, "limit": 5}
     rows = [{"text": TEXT}, ROW]
     if estimator != "walk":
-        assert asked(world, tmp_path / "both", *ASKED, "--no_report", **more) == 0
+        assert score_queries(world, tmp_path / "both", *ASKED, "--no_report", **more) == 0
     for number, (query, row) in enumerate(zip(QUERIES, rows, strict=True), start=1):
-        held = jsonl(tmp_path / f"{number}.jsonl", [row])
+        validation = jsonl(tmp_path / f"{number}.jsonl", [row])
         alone, one = tmp_path / f"alone{number}", tmp_path / f"one{number}"
-        assert world.score(alone, "--no_report", validation=held, **more) == 0
-        assert asked(world, one, "--query", query, "--no_report", **more) == 0
-        due, found = columns(alone, "adaptation"), columns(one, "query_1")
-        assert due.keys() == found.keys()
-        assert all(np.array_equal(due[row], found[row]) for row in due)
+        assert world.score(alone, "--no_report", validation=validation, **more) == 0
+        assert score_queries(world, one, "--query", query, "--no_report", **more) == 0
+        due, values_of_query = columns(alone, "adaptation"), columns(one, "query_1")
+        assert due.keys() == values_of_query.keys()
+        assert all(np.array_equal(due[row], values_of_query[row]) for row in due)
         if estimator != "walk":
             several = columns(tmp_path / "both", f"query_{number}")
             size = max(np.abs(values).max() for values in due.values())
@@ -78,14 +74,14 @@ def test_a_query_has_the_values_of_a_run_against_that_row(
 def test_queries_are_resumed_and_other_queries_are_not(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert asked(world, tmp_path, *ASKED, "--no_report") == 0
+    assert score_queries(world, tmp_path, *ASKED, "--no_report") == 0
     before = load(tmp_path)
     value_files(tmp_path / "values")[1].unlink()
     for other in (ASKED[:2], [*ASKED[2:], *ASKED[:2]], ["--query", "3 plus 4 is 7 ."]):
-        assert asked(world, tmp_path, *other, "--no_report", "--resume") == 2
+        assert score_queries(world, tmp_path, *other, "--no_report", "--resume") == 2
         assert "this is not the run to resume: it differs in query" in capsys.readouterr().err
     assert world.score(tmp_path, "--no_report", "--resume") == 2
-    assert asked(world, tmp_path, *ASKED, "--no_report", "--resume") == 0
+    assert score_queries(world, tmp_path, *ASKED, "--no_report", "--resume") == 0
     assert same(before, load(tmp_path))
 
 
@@ -126,7 +122,7 @@ def test_a_query_that_cannot_be_used_is_one_line(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     words, message = REFUSED[case]
-    assert asked(world, tmp_path / "out", *words) == 2
+    assert score_queries(world, tmp_path / "out", *words) == 2
     said = capsys.readouterr().err
     assert re.search(message, said), said
     assert said.count("\n") == 1
@@ -145,7 +141,7 @@ def sums(examples: list[ScoredExample], key: str) -> dict[str, float]:
 def paged(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a page, of which the last query is hostile."""
     out = tmp_path_factory.mktemp("paged")
-    assert asked(world, out, *ASKED, "--query", "<b>5</b> </script> 5") == 0
+    assert score_queries(world, out, *ASKED, "--query", "<b>5</b> </script> 5") == 0
     return out
 
 

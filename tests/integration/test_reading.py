@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 
-from alphatoken.cli.arguments import read_arguments
-from alphatoken.cli.training_rows import RowReader
 from alphatoken.data import (
     EncodeOptions,
     Fields,
     Survey,
-    encode_row,
     encode_rows,
     leak_keys,
     pair_of,
@@ -26,19 +23,18 @@ from alphatoken.data import (
     row_of,
     split_pools,
 )
+from alphatoken.data.messages import CHANGING
 from alphatoken.data.source import find_source
 from alphatoken.errors import AlphaTokenError, ColumnsError, DataError
-from alphatoken.score.rows import Corpus, draw_rows
-from alphatoken.train import AlphaSFTConfig
-from tests.integration.test_data import CHATML, byte_tokenizer, labelled_text
+from alphatoken.score.job import Corpus, draw_rows
+from tests.integration.test_data import CHATML, byte_tokenizer, labelled_text, reader
 from tests.rows import jsonl
 
 ASKED = {"instruction": "Name it.", "input": "a red fruit", "output": "cherry"}
 SAID = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Good day."}]
 
-
-def turns(record: dict[str, Any], **fields: Any) -> list[tuple[str, str]]:
-    return [(turn.role, turn.text) for turn in row_of(record, 0, "here", Fields(**fields)).turns]
+ABOUT = ("title", "url", "source", "author", "date", "time", "timestamp", "created", "license",
+         "category", "domain", "topic", "subject", "language", "meta", "metadata")  # fmt: skip
 
 
 # --- columns --------------------------------------------------------------------------------------
@@ -71,6 +67,17 @@ def turns(record: dict[str, Any], **fields: Any) -> list[tuple[str, str]]:
          "Is cherry red?"),
         ({"prompt": None, "messages": None, "text": "A document."}, "assistant", ""),
         ({"text": "A document.", "url": "a b", "id": "x-1", "label": 3}, "assistant", ""),
+        ({"text": "A story.", **dict.fromkeys(ABOUT, "of two words")}, "assistant", ""),
+        # A filled template, answer included, whatever white space is around it; or what is asked.
+        ({"prompt": "### Who? ### Ada", "question": " Who?\n", "answer": "Ada\n"},
+         "user assistant", " Who?\n"),
+        ({"prompt": "Answer briefly. Who?", "question": " Who?\n", "answer": "Ada\n"},
+         "user assistant", "Answer briefly. Who?"),
+        ({"prompt": "Hi.", "completion": SAID}, "user assistant", "Hi."),
+        ({"prompt": SAID[:1], "completion": SAID}, "user assistant", "Hi."),
+        ({"messages": [{"role": "developer", "content": "Be brief.", "tool_calls": None},
+                       {"role": None, "content": None, "from": "gpt", "value": "Yes."}]},
+         "system assistant", "Be brief."),
     ],
 )  # fmt: skip
 def test_columns_with_a_plain_meaning_are_served(
@@ -110,29 +117,17 @@ def test_what_would_be_lost_is_refused_and_the_remedy_works(
     assert row_of(record, 0, "here", Fields(**way_on)).turns
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["input", "context", "system", "system_prompt", "system_message", "tools", "documents",
-     "chat_template_kwargs", "history", "functions", "function_call", "tool_calls", "image",
-     "images", "audio", "audios", "video", "videos"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", CHANGING)
 def test_no_column_that_changes_the_conversation_is_lost_beside_a_plain_text(name: str) -> None:
     row_of({"text": "A story.", name: []}, 0, "here")
     with pytest.raises(DataError, match=name):
         row_of({"text": "A story.", name: [{"a": "b c"}]}, 0, "here")
 
 
-def test_texts_about_a_document_stay_beside_it() -> None:
-    about = ("title", "url", "source", "author", "date", "time", "timestamp", "created", "license",
-             "category", "domain", "topic", "subject", "language", "meta", "metadata")  # fmt: skip
-    row = row_of({"text": "A story.", **dict.fromkeys(about, "of two words")}, 0, "here")
-    assert row.response == "A story."
-
-
 def test_named_columns_may_be_absent_from_held_out_rows() -> None:
-    held = Fields("text", "code", optional=True)
-    assert row_of({"text": "a", "code": "b"}, 0, "here", held).response == "b"
-    assert row_of({"prompt": "a", "response": "b"}, 0, "here", held).response == "b"
+    fields = Fields("text", "code", optional=True)
+    assert row_of({"text": "a", "code": "b"}, 0, "here", fields).response == "b"
+    assert row_of({"prompt": "a", "response": "b"}, 0, "here", fields).response == "b"
     with pytest.raises(DataError, match="no field 'text'"):
         row_of({"prompt": "a", "response": "b"}, 0, "here", Fields("text", "code"))
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -141,21 +136,21 @@ def test_named_columns_may_be_absent_from_held_out_rows() -> None:
 
 def test_a_pair_reads_its_prompt_as_a_row_does() -> None:
     pair = {"chosen": "cherry", "rejected": "plum"}
-    asked = {k: v for k, v in ASKED.items() if k != "output"}
-    record = {"system": "Be brief.", **asked}
+    question = {k: v for k, v in ASKED.items() if k != "output"}
+    record = {"system": "Be brief.", **question}
     row = row_of({**record, "output": "cherry"}, 0, "here")
     assert pair_of({**record, **pair}, 0, "here").row == row
     whole = {k: [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": v}]
              for k, v in pair.items()}  # fmt: skip
-    found = pair_of({"system": "Be brief.", "prompt": "Who?", **whole}, 0, "here")
-    assert [turn.role for turn in found.prompt] == ["system", "user"]
+    pair_of_chats = pair_of({"system": "Be brief.", "prompt": "Who?", **whole}, 0, "here")
+    assert [turn.role for turn in pair_of_chats.prompt] == ["system", "user"]
     with pytest.raises(DataError, match="not that of the two.*--unread_columns question "):
         pair_of({"question": "Another?", **whole}, 0, "here")
     assert pair_of({"question": "Another?", **whole}, 0, "here", Fields(unread=("question",)))
     with pytest.raises(DataError, match="'tools' has no place"):
         pair_of({**record, **pair, "tools": [{}]}, 0, "here")
     assert pair_of({**record, **pair, "tools": [{}]}, 0, "here", Fields(unread=("tools",)))
-    with pytest.raises(DataError, match="the rejected response of a pair is null"):
+    with pytest.raises(DataError, match="no rejected response.*null counts as absent"):
         pair_of({**record, "chosen": "cherry", "rejected": None}, 0, "here")
     marked = [{"role": "assistant", "content": "cherry", "weight": 0}]
     with pytest.raises(DataError, match="not to be trained on"):
@@ -185,28 +180,15 @@ def test_one_line_says_what_was_read_and_what_not(
     ]  # fmt: skip
 
 
-def test_a_column_without_a_name_is_named_as_such() -> None:
-    """Such as pandas' index in a table."""
-    survey = Survey("a.csv")
-    row_of({"": "0", **ASKED}, 0, "here", survey=survey)
-    assert str(survey).endswith("; not read: the unnamed column")
-
-
 def test_the_line_is_of_all_rows_and_counts_forms_beyond_four() -> None:
+    """A column without a name, such as pandas' index in a table, is named as such."""
     survey = Survey("a.jsonl")
     for number, prompt in enumerate(("prompt", "instruction", "question", "query", "query")):
         answer = "response" if number < 4 else "output"
-        record = {prompt: "Who?", answer: "Ada", **({"id": 0} if number == 0 else {"note": ""})}
+        record = {prompt: "Who?", answer: "Ada", **({"id": 0} if number == 0 else {"": "0"})}
         row_of(record, number, "here", survey=survey)
     assert str(survey).startswith("a.jsonl: prompt = prompt, response = response (1 rows); ")
-    assert str(survey).endswith("; 1 more forms; not read: id, note")
-
-
-def test_a_filled_template_is_known_whatever_white_space_is_around_it() -> None:
-    record = {"prompt": "### Who? ### Ada", "question": " Who?\n", "answer": "Ada\n"}
-    assert row_of(record, 0, "here").prompt == " Who?\n"
-    record["prompt"] = "Answer briefly. Who?"  # no answer in it: it is what is asked
-    assert row_of(record, 0, "here").prompt == "Answer briefly. Who?"
+    assert str(survey).endswith("; 1 more forms; not read: id, the unnamed column")
 
 
 def test_a_prompt_that_ends_with_its_response_is_seen_through_white_space() -> None:
@@ -349,16 +331,6 @@ def test_scores_that_agree_with_a_pair_are_named_and_equal_ones_counted() -> Non
 # --- turns ----------------------------------------------------------------------------------------
 
 
-def test_a_conversation_after_its_prompt_is_read_once() -> None:
-    whole = [SAID[0], SAID[1]]
-    for prompt in ("Hi.", SAID[:1]):
-        assert turns({"prompt": prompt, "completion": whole}) == [
-            ("user", "Hi."), ("assistant", "Good day."),
-        ]  # fmt: skip
-    with pytest.raises(DataError, match=r"begins with another turn than the assistant's.*user"):
-        row_of({"prompt": "Who?", "completion": whole}, 0, "here")
-
-
 def test_a_response_of_several_turns_is_learned_whole_and_that_is_said() -> None:
     """As TRL does: there are no labels in a pair."""
     survey, longer = Survey("a.jsonl"), [SAID[1], *SAID]
@@ -369,31 +341,20 @@ def test_a_response_of_several_turns_is_learned_whole_and_that_is_said() -> None
     assert str(survey).endswith(said)
 
 
-def test_tokenised_rows_are_no_rows_of_a_command() -> None:
-    with pytest.raises(DataError, match="the row is tokenised.*trainers take input_ids and labels"):
-        row_of({"input_ids": [1, 2], "labels": [1, 2]}, 0, "here")
-
-
 @pytest.mark.parametrize(
-    ("message", "refusal"),
+    ("record", "refusal"),
     [
-        ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "tool calls"),
-        ({"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}, "tool calls"),
-        ({"role": "assistant", "content": "a", "thinking": "\ud800"}, "half of a character"),
-        ({"role": "tool", "content": "a"}, "unknown role"),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, "the row is tokenised.*trainers take input_ids"),
+        ({"prompt": "Who?", "completion": SAID}, "another turn than the assistant's.*user"),
+        ({"messages": [{**SAID[1], "function_call": {"name": "f"}}]}, "tool calls"),
+        ({"messages": [{**SAID[1], "tool_calls": [{"name": "f"}]}]}, "tool calls"),
+        ({"messages": [{**SAID[1], "thinking": "\ud800"}]}, "half of a character"),
+        ({"messages": [*SAID, {"role": "tool", "content": "a"}]}, "unknown role"),
     ],
 )
-def test_a_message_that_is_more_than_its_text_is_refused(
-    message: dict[str, Any], refusal: str
-) -> None:
+def test_what_no_row_can_hold_is_refused(record: dict[str, Any], refusal: str) -> None:
     with pytest.raises(DataError, match=refusal):
-        row_of({"messages": [SAID[0], message, *SAID]}, 0, "here")
-
-
-def test_fields_of_a_message_that_are_null_are_absent() -> None:
-    message = {"role": None, "content": None, "from": "gpt", "value": "Yes.", "weight": None}
-    asked = {"role": "developer", "content": "Be brief.", "tool_calls": None}
-    assert turns({"messages": [asked, message]}) == [("system", "Be brief."), ("assistant", "Yes.")]
+        row_of(record, 0, "here")
 
 
 MARKS = [
@@ -428,56 +389,39 @@ def test_turns_marked_as_untrained_have_no_labels(
     assert f"not read: messages.{mark}" in str(survey)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        (
-            "mask",
-            1,
-            "mark whose meaning is not certain",
-        ),  # 1 trains in one library, hides in others
-        ("no_loss", True, "mark whose meaning is not certain"),
-        ("lossMultiplier", 0, "mark whose meaning is not certain"),
-        ("train_detail", [{"begin_offset": 0, "train": False}], "meaning is not certain"),
-        ("loss_mask", [0, 1, 1], "in part"),
-        ("train", "false", "in part"),
-        ("label", False, "marked as a bad one"),
-        ("reward", -0.5, "marked as a bad one"),
-        ("images", ["a.png"], "field 'images' has no place"),
-        ("image_url", "a.png", "field 'image_url' has no place"),
-        ("context", "She bought it.", "field 'context' has no place"),
-        ("documents", [{"text": "a"}], "field 'documents' has no place"),
-        ("attachments", ["a.pdf"], "field 'attachments' has no place"),
-        ("image_urls", ["a.png"], "field 'image_urls' has no place"),
-        ("img", "a.png", "field 'img' has no place"),
-        ("video_path", "a.mp4", "field 'video_path' has no place"),
-        ("document", "a", "field 'document' has no place"),
-        ("tool_results", [4], "field 'tool_results' has no place"),
-        ("learnable", False, "mark whose meaning is not certain"),
-        ("supervise", False, "mark whose meaning is not certain"),
-        ("ignored", True, "mark whose meaning is not certain"),
-        ("unmasked", True, "mark whose meaning is not certain"),
-        ("bad", 1, "marked as a bad one"),
-        ("ignored", "words", None),
-        ("name", "Ada", None),
-        ("id", 7, None),
-        ("tool_calls", [], None),
-        ("constraint", "short", None),
-        ("images", [], None),
-        ("label", True, None),
-        ("weight", None, None),
+BESIDE: dict[str | None, list[tuple[str, Any]]] = {
+    "mark whose meaning is not certain": [
+        ("mask", 1),  # which trains in one library, and hides in others
+        ("no_loss", True), ("lossMultiplier", 0), ("learnable", False), ("supervise", False),
+        ("ignored", True), ("unmasked", True),
+        ("train_detail", [{"begin_offset": 0, "train": False}]),
     ],
+    "in part": [("loss_mask", [0, 1, 1]), ("train", "false")],
+    "marked as a bad one": [("label", False), ("reward", -0.5), ("bad", 1)],
+    "has no place": [
+        ("images", ["a.png"]), ("image_url", "a.png"), ("context", "She bought it."),
+        ("documents", [{"text": "a"}]), ("attachments", ["a.pdf"]), ("image_urls", ["a.png"]),
+        ("img", "a.png"), ("video_path", "a.mp4"), ("document", "a"), ("tool_results", [4]),
+    ],
+    None: [
+        ("ignored", "words"), ("name", "Ada"), ("id", 7), ("tool_calls", []), ("images", []),
+        ("constraint", "short"), ("label", True), ("weight", None),
+    ],
+}  # fmt: skip
+"""What is said of fields of a message; None of those that are named only."""
+
+
+@pytest.mark.parametrize(
+    ("said", "field", "value"), [(said, *one) for said, some in BESIDE.items() for one in some]
 )
 def test_what_a_message_says_beside_its_text_is_refused_or_named(
-    field: str, value: Any, said: str | None
+    said: str | None, field: str, value: Any
 ) -> None:
-    survey, more = Survey("a.jsonl"), {**SAID[1], field: value}
-    record = {"messages": [SAID[0], more]}
+    survey, record = Survey("a.jsonl"), {"messages": [SAID[0], {**SAID[1], field: value}]}
     if said is not None:
         with pytest.raises(DataError, match=rf"{said}.*--unread_columns {field} "):
             row_of(record, 0, "here")
-    fields = Fields(unread=(field,) if said else ())
-    row = row_of(record, 0, "here", fields, survey)
+    row = row_of(record, 0, "here", Fields(unread=(field,) if said else ()), survey)
     assert row.turns[1].learned
     named = "" if value is None else f"; not read: messages.{field}"
     assert str(survey) == f"a.jsonl: chat = messages{named}"
@@ -486,8 +430,8 @@ def test_what_a_message_says_beside_its_text_is_refused_or_named(
 def test_a_users_turn_that_is_marked_as_learned_is_counted() -> None:
     survey = Survey("a.jsonl")
     for weight in (1, 0):
-        asked = {**SAID[0], "weight": weight}
-        row_of({"messages": [asked, {**SAID[1], "weight": 1}]}, 0, "here", survey=survey)
+        question = {**SAID[0], "weight": weight}
+        row_of({"messages": [question, {**SAID[1], "weight": 1}]}, 0, "here", survey=survey)
     said = "in 1 of 2 rows a turn of the user or the system is marked as learned, and is not"
     assert str(survey) == f"a.jsonl: chat = messages; {said}"
 
@@ -529,26 +473,6 @@ def test_what_a_part_says_beside_its_text_is_named() -> None:
     assert "not read: completion.content.cache_control, completion.name" in str(survey)
 
 
-THINKS = CHATML.replace(
-    "{{ m.content }}",
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}",
-)
-
-
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning", "thought"])
-def test_thoughts_reach_the_template_or_the_row_is_refused(name: str) -> None:
-    row = row_of({"messages": [SAID[0], {**SAID[1], name: "Polite."}]}, 0, "here")
-    assert labelled_text(byte_tokenizer(THINKS), row) == [
-        "<think>Polite.</think>Good day.<|im_end|>"
-    ]
-    for template in (CHATML, None):
-        with pytest.raises(DataError, match="thoughts of a row would be lost"):
-            encode_row(row, byte_tokenizer(template))
-    bare = row_of({"messages": [SAID[0], {**SAID[1], "content": None, name: "Hm."}]}, 0, "here")
-    assert labelled_text(byte_tokenizer(THINKS), bare) == ["<think>Hm.</think><|im_end|>"]
-
-
 # --- files ----------------------------------------------------------------------------------------
 
 TWO = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
@@ -563,23 +487,8 @@ def test_a_list_is_read_whatever_the_file_is_called(
     path.write_text(json.dumps(TWO, indent=indent))
     assert [record for _, record in read_records(path)] == TWO
     assert find_source(path).rows == 2
-    path.write_text('[{"prompt": "a", ')
-    with pytest.raises(DataError, match="broken JSON file"):
-        read_rows(path)
-    path.write_text('[{"prompt": "a", "response": "b"}, 3]')
-    with pytest.raises(DataError, match="not an object.*item 2: 3"):
-        read_rows(path)
-
-
-def test_a_list_among_lines_is_a_bad_line(tmp_path: Path) -> None:
-    jsonl(tmp_path / "a.jsonl", [[1], *TWO])
-    with pytest.raises(DataError, match="not an object.*line 1"):
-        read_rows(tmp_path / "a.jsonl")
-
-
-def test_one_row_alone_is_no_list(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps({"messages": SAID}))
-    assert len(read_rows(tmp_path / "a.json")) == 1
+    path.write_text(json.dumps(TWO[0], indent=indent))
+    assert [record for _, record in read_records(path)] == TWO[:1]
 
 
 def test_the_first_bad_row_of_the_file_is_named(tmp_path: Path) -> None:
@@ -596,11 +505,8 @@ def test_no_row_is_passed_over_for_a_choice_about_its_file(tmp_path: Path) -> No
         Corpus(find_source(path), Fields(), byte_tokenizer(), how).survey()
     with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
         read_rows(path, on_bad_rows="skip")
-    train = ["--model_name_or_path", "unread", "--train_file", str(path), "--validation_rows", "1"]
-    words = [*train, "--output_dir", str(tmp_path / "out"), "--use_cpu"]
-    arguments = read_arguments("sft", words, AlphaSFTConfig)
     with pytest.raises(ColumnsError, match=r"line 2 has 'text', 'summary'"):
-        RowReader(arguments, byte_tokenizer()).training_rows()
+        reader("sft", byte_tokenizer(), path, "--validation_rows", "1").training_rows()
 
 
 def test_rows_without_a_turn_to_be_learned_are_left_out_as_such(
@@ -613,9 +519,7 @@ def test_rows_without_a_turn_to_be_learned_are_left_out_as_such(
     how, said = EncodeOptions(on_empty="skip"), "no turn is to be learned by its marks"
 
     def trained(file: Path, *words: str) -> list[Any]:
-        more = ["--output_dir", str(tmp_path / "out"), "--use_cpu", *words]
-        arguments = read_arguments("sft", ["--train_file", str(file), *more], AlphaSFTConfig)
-        return RowReader(arguments, byte_tokenizer(CHATML)).training_rows()
+        return reader("sft", byte_tokenizer(CHATML), file, *words).training_rows()
 
     def survey(file: Path, how: EncodeOptions) -> None:
         Corpus(find_source(file), Fields(), byte_tokenizer(CHATML), how).survey()
@@ -648,11 +552,11 @@ def test_rows_of_one_prompt_are_compared_as_wholes(tmp_path: Path) -> None:
     assert not {row.response for row in pools.train} & {row.response for row in pools.validation}
     assert pools.counts["removed_same_as_validation"] == 2
     corpus = Corpus(find_source(path), Fields(), byte_tokenizer())
-    held = frozenset(key for row in pools.validation for key in leak_keys(row))
+    keys = frozenset(key for row in pools.validation for key in leak_keys(row))
     drawn = frozenset(row.index for row in pools.validation)
     with pytest.raises(DataError, match="--leak_key conversation"):
-        replace(corpus, drawn=drawn, validation=held).survey()
-    whole = replace(corpus, drawn=drawn, validation=held, leak_key="conversation")
+        replace(corpus, drawn=drawn, validation=keys).survey()
+    whole = replace(corpus, drawn=drawn, validation=keys, leak_key="conversation")
     assert whole.survey().counts["train"] == len(pools.train) == 8
 
 
@@ -689,14 +593,12 @@ MERGES = [("Ċ", "Ċ"), ("a", "b"), ("b", "Ċ"), ("bĊ", "ĊĊ"), ("ĊĊ", "a"),
 def test_score_and_sft_make_the_same_tokens_and_labels(
     tmp_path: Path, template: str | None, turns: str
 ) -> None:
-    file = str(jsonl(tmp_path / "rows.jsonl", ROWS))
+    file = jsonl(tmp_path / "rows.jsonl", ROWS)
     tokenizer = byte_tokenizer(template, merges=MERGES)
     how = EncodeOptions(turns=turns, on_empty="skip")
     scored, report = encode_rows(read_rows(file), tokenizer, how)
-    words = ["--train_file", file, "--turns", turns, "--use_cpu",
-             "--bf16", "false", "--output_dir", str(tmp_path / "out")]  # fmt: skip
-    reader = RowReader(read_arguments("sft", words, AlphaSFTConfig), tokenizer)
-    trained = reader.dataset(reader.training_rows())
+    sft = reader("sft", tokenizer, file, "--turns", turns)
+    trained = sft.dataset(sft.training_rows())
     assert [row["input_ids"] for row in trained] == [one.input_ids for one in scored]
     assert [row["labels"] for row in trained] == [one.labels for one in scored]
     assert report.skipped_empty == len(ROWS) - len(trained)

@@ -1,10 +1,12 @@
-"""Bad input to the scorer: one clear error each, and the model untouched."""
+"""Bad input to the scorer: a table of what is asked, the error's type and its cause.
+
+Each is one error, with what, got and a way out, and leaves the model untouched.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -43,7 +45,7 @@ def model_of(name: str = "llama", **options: Any) -> Any:
 def refused(
     kind: type[AlphaTokenError],
     call: Callable[[], Any],
-    *parts: str,
+    *causes: str,
     model: nn.Module | None = None,
 ) -> str:
     """The message of exactly one error of this kind; what, got, why and remedy are there."""
@@ -53,13 +55,11 @@ def refused(
     error = caught.value
     message = str(error)
     assert type(error) is kind, message
-    assert error.__cause__ is None, "one error, not a chain of them"
-    assert error.__context__ is None, "one error, not a chain of them"
+    assert error.__cause__ is error.__context__ is None, "one error, not a chain of them"
     assert error.what
     assert error.got
     assert error.why or error.remedy, message
-    for part in parts:
-        assert part in message, message
+    assert all(cause in message for cause in causes), message
     if before is not None:
         before.check()
     return message
@@ -70,65 +70,49 @@ def changed(batch: dict[str, Tensor] = BATCH, **replaced: Any) -> dict[str, Any]
     return {k: v for k, v in {**batch, **replaced}.items() if v is not None}
 
 
-# --- batches ------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 NOTHING = torch.full_like(BATCH["labels"], -100)
+RESPONSES = BATCH["labels"] != -100
 FIRST_ONLY = NOTHING.clone()
 FIRST_ONLY[:, 0] = 5
-TOO_LONG = make_batch(("p" + "r" * 32,), vocabulary=VOCABULARY, seed=3)
+BEYOND = BATCH["input_ids"].clone()
+BEYOND[1, 2] = VOCABULARY
+PACKED = torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7]])
 BAD_BATCHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "all labels -100": (changed(labels=NOTHING), ("no response token", "-100")),
     "only the first token": (changed(labels=FIRST_ONLY), ("no response token", "index 0")),
-    "no rows": (
-        {k: v[:0] for k, v in BATCH.items()},
-        ("no response token",),
-    ),
+    "no rows": ({k: v[:0] for k, v in BATCH.items()}, ("no response token",)),
     "no columns": ({k: v[:, :0] for k, v in BATCH.items()}, ("no response token",)),
-    "no labels": (changed(labels=None), ("no tensor 'labels'", "unshifted")),
-    "no ids": (changed(input_ids=None), ("no tensor 'input_ids'",)),
-    "lists": (
-        {k: v.tolist() for k, v in BATCH.items()},
-        ("'input_ids' of the", "is no tensor", "Got: list", "collate"),
+    "no labels": (changed(labels=None), ("'labels'", "unshifted")),
+    "no ids": (changed(input_ids=None), ("'input_ids'",)),
+    "lists": ({k: v.tolist() for k, v in BATCH.items()}, ("'input_ids'", "list", "collate")),
+    "shifted labels": (changed(labels=BATCH["labels"][:, 1:]), ("(2, 8)", "(2, 7)")),
+    "one sequence": ({k: v[0] for k, v in BATCH.items()}, ("(batch, length)",)),
+    "float labels": (changed(labels=BATCH["labels"].double()), ("integers", "float64")),
+    "too long": (
+        make_batch(("p" + "r" * 32,), vocabulary=VOCABULARY, seed=3), ("33 tokens", "limit 32")
     ),
-    "shifted labels": (changed(labels=BATCH["labels"][:, 1:]), ("one shape", "(2, 8)", "(2, 7)")),
-    "one sequence": (
-        {k: v[0] for k, v in BATCH.items()},
-        ("one shape (batch, length)",),
-    ),
-    "float labels": (changed(labels=BATCH["labels"].double()), ("must be integers", "float64")),
-    "too long": (TOO_LONG, ("longer than the model allows", "33 tokens", "limit 32")),
     "a label beyond the vocabulary": (
-        changed(labels=BATCH["labels"].masked_fill(BATCH["labels"] != -100, VOCABULARY)),
+        changed(labels=BATCH["labels"].masked_fill(RESPONSES, VOCABULARY)),
         (f"{VOCABULARY}", "row 0, token 2"),
     ),
     "an id beyond the embedding": (
-        changed(
-            input_ids=BATCH["input_ids"]
-            .clone()
-            .index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(VOCABULARY))
-        ),
-        ("no row in the embedding", f"id {VOCABULARY} at row 1, token 2", f"{VOCABULARY} rows"),
+        changed(input_ids=BEYOND), ("embedding", f"id {VOCABULARY} at row 1, token 2")
     ),
     "a negative id": (
-        changed(input_ids=BATCH["input_ids"] - 10 * VOCABULARY),
-        ("no row in the embedding", "at row 0, token 0"),
+        changed(input_ids=BATCH["input_ids"] - 10 * VOCABULARY), ("embedding", "row 0, token 0")
     ),
     "a negative label": (
-        changed(labels=BATCH["labels"].masked_fill(BATCH["labels"] != -100, -1)),
-        ("-1", "row 0, token 2"),
+        changed(labels=BATCH["labels"].masked_fill(RESPONSES, -1)), ("-1", "row 0, token 2")
     ),
     "labels on padding": (
-        changed(labels=BATCH["input_ids"].clone()),
-        ("lies on padding", "row 0, token 7", "transformers' loss counts it", "masked_fill"),
+        changed(labels=BATCH["input_ids"].clone()), ("padding", "row 0, token 7", "masked_fill")
     ),
     "a label across documents": (
-        changed(
-            attention_mask=None,
-            position_ids=torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7]]),
-        ),
-        ("first token of a packed document", "labels[0, 2]"),
+        changed(attention_mask=None, position_ids=PACKED), ("packed document", "labels[0, 2]")
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -182,32 +166,27 @@ def test_labels_on_padding_are_refused_in_every_role() -> None:
         refused(InputError, call, f"a label of the {role} lies on padding", model=model)
 
 
-def test_no_validation_at_all() -> None:
+@pytest.mark.parametrize(
+    ("validation", "causes"),
+    [
+        ([], ("no validation tokens", "at least one batch")),
+        ([{"prompt": "one", "response": "three"}], ("'input_ids'", "'response'", "encode_rows")),
+        ("a text", ("a list of batches", "str", "encode_rows")),
+        (["two", "texts"], ("a list of batches", "str", "encode_rows")),
+        ([[1, 2], [3, 4]], ("a list of batches", "list", "encode_rows")),
+    ],
+)
+def test_what_is_no_validation_batch(validation: Any, causes: tuple[str, ...]) -> None:
+    """Refused when the scorer is made, not when it first scores; but for none at all."""
     model = model_of()
-    refused(
-        InputError,
-        lambda: scorer_for(model, validation=[]).score(BATCH),
-        "no validation tokens",
-        "pass at least one batch",
-        model=model,
-    )
 
+    def call() -> Any:
+        scorer = scorer_for(model, validation=validation)
+        return scorer if validation else scorer.score(BATCH)
 
-def test_rows_of_text_are_no_batches_either() -> None:
-    """Refused when the scorer is made, not when it first scores."""
-    rows = [{"prompt": "one and two", "response": "three"}]
-    parts = ("validation batch has no tensor 'input_ids'", "'prompt', 'response'", "encode_rows")
-    refused(InputError, lambda: scorer_for(model_of(), validation=rows), *parts)
-
-
-@pytest.mark.parametrize("validation", ["a text", ["two", "texts"], [[1, 2], [3, 4]]])
-def test_texts_and_ids_are_no_batches(validation: Any) -> None:
-    """Refused when the scorer is made, with the calls that make batches of texts."""
-    model = model_of()
-    parts = ("a list of batches", type(validation[0]).__name__, "encode_rows")
-    refused(InputError, lambda: scorer_for(model, validation=validation), *parts, model=model)
-    given = ("is no mapping", type(validation).__name__, "encode_rows")
-    refused(InputError, lambda: require_tensors(validation, "batch"), *given)
+    refused(InputError, call, *causes, model=model)
+    if validation and not isinstance(validation[0], dict):
+        refused(InputError, lambda: require_tensors(validation, "batch"), "is no mapping")
 
 
 def test_preference_pairs_that_do_not_pair() -> None:
@@ -222,18 +201,6 @@ def test_preference_pairs_that_do_not_pair() -> None:
 
 
 # --- numbers ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "estimator"),
-    [("model.layers.2.mlp.down_proj.weight", "alphatoken"), ("lm_head.weight", "label")],
-)
-def test_weights_that_are_not_finite(name: str, estimator: str) -> None:
-    model = model_of()
-    with torch.no_grad():
-        dict(model.named_parameters())[name][0, 0] = float("nan")
-    call = lambda: scorer_for(model, estimator).score(BATCH)  # noqa: E731
-    refused(NumericalError, call, "not finite", "row 0, token", "weights", model=model)
 
 
 def test_a_loss_that_is_not_finite_in_the_batch_alone() -> None:
@@ -303,7 +270,10 @@ def test_every_number_of_values_is_looked_at(place: dict[str, Tensor], message: 
     scorer = scorer_for(model_of(), "label", validation=[VALIDATION] * 2, standard_errors=True)
     values = scorer.score(BATCH)
     assert require_finite_values(values) is values
-    one = replace(values.total_alone(), total=torch.zeros(1, 2), unassigned=torch.zeros(1))
+    one = replace(
+        values.total_alone(), total=torch.zeros(1, 2), mask=torch.ones(1, 2, dtype=torch.bool),
+        unassigned=torch.zeros(1), parts=None, part_shares=None,
+    )  # fmt: skip
     with pytest.raises(NumericalError, match=message):
         require_finite_values(replace(one, **place))
 
@@ -314,28 +284,45 @@ def test_every_number_of_values_is_looked_at(place: dict[str, Tensor], message: 
 @pytest.mark.parametrize("layers", [4, 0, [-4], [], "last"])
 def test_layers_that_the_model_does_not_have(layers: Any) -> None:
     model = model_of()
-    message = refused(ConfigError, lambda: scorer_for(model, layers=layers), "layer", model=model)
-    if isinstance(layers, int):
-        assert f"layers={layers}, " in message
-        assert "depth 3" in message
+    causes = (f"layers={layers}, ", "depth 3") if isinstance(layers, int) else ("layer",)
+    refused(ConfigError, lambda: scorer_for(model, layers=layers), *causes, model=model)
 
 
 @pytest.mark.parametrize(
-    ("options", "parts"),
+    ("options", "causes"),
     [
-        ({"estimator": "best"}, ("estimator must be one of", "'best'")),
+        ({"estimator": "best"}, ("estimator", "'best'")),
         ({"window": -1}, ("window", "-1")),
         ({"stability_weight": float("nan")}, ("stability_weight", "nan")),
         ({"preconditioner": "adam"}, ("preconditioner", "frozen")),
         ({"uncovered": "ignore"}, ("uncovered", "skip")),
         ({"parameters": "all", "estimator": "direct"}, ("estimator='label'", "'direct'")),
+        ({"derivative": "central"}, ("derivative", "'label'")),
+        ({"standard_errors": True, "objective": "stability"}, ("no validation row takes part",)),
+        (
+            {"preconditioner": "kronecker", "parameters": "all", "estimator": "label"},
+            ("weights of linears alone",),
+        ),
+        *(({"damping": bad}, ("damping", repr(bad))) for bad in (-0.1, float("inf"), float("nan"))),
+        *(  # options that do not belong to label values, and those that do not belong to a walk
+            ({"estimator": estimator, name: value}, (name,))
+            for estimator, name, value in (
+                ("label", "walk_steps", 3), ("label", "walk_refresh", 1),
+                ("label", "walk_learning_rate", 1e-3), ("walk", "objective", "stability"),
+                ("walk", "preconditioner", "frozen"), ("walk", "standard_errors", True),
+                ("walk", "parameters", "linears,*norm*"), ("walk", "layers", 2),
+                ("walk", "uncovered", "skip"), ("walk", "part", "direct"),
+                ("walk", "derivative", "central"), ("walk", "walk_steps", 0),
+                ("walk", "walk_learning_rate", 0.0), ("walk", "walk_refresh", -1),
+            )
+        ),
     ],
-)
-def test_options_without_meaning(options: dict[str, Any], parts: tuple[str, ...]) -> None:
+    ids=str,
+)  # fmt: skip
+def test_options_without_meaning(options: dict[str, Any], causes: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         ScorerConfig(**options)
-    for part in parts:
-        assert part in str(caught.value)
+    assert all(cause in str(caught.value) for cause in causes)
 
 
 def test_a_preconditioner_without_its_optimizer_or_of_another_shape() -> None:
@@ -468,18 +455,6 @@ def overwriting_model() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "path"])
-def test_kernels_that_overwrite_what_they_saved(estimator: str) -> None:
-    """A second backward through the graph would be wrong; the proof of coverage notices."""
-    score = partial(scorer_for(overwriting_model(), estimator).score, BATCH)
-    refused(CoverageError, score, "captured uses explain its gradient")
-
-
-def test_kernels_without_forward_mode() -> None:
-    scorer = scorer_for(overwriting_model(), "label", derivative="forward_mode")
-    refused(UnsupportedError, lambda: scorer.score(BATCH), "without forward mode", "Liger")
-
-
 class Foreign(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -494,32 +469,59 @@ def test_a_model_without_an_adapter() -> None:
         assert part in str(caught.value)
 
 
-def test_a_model_without_a_head() -> None:
-    model = model_of().model
-    call = lambda: scorer_for(model).score(BATCH)  # noqa: E731
-    refused(ModelError, call, "no head", "causal language model", model=model)
-
-
-@pytest.mark.parametrize("frozen", ["everything", "scored layers"])
-def test_nothing_to_train(frozen: str) -> None:
+def frozen(*parts: str) -> nn.Module:
+    """Without what could be trained: all of it, or the scored layers."""
     model = model_of()
-    part = model if frozen == "everything" else model.model.layers[1:]
-    part.requires_grad_(False)
-    call = lambda: scorer_for(model)  # noqa: E731
-    refused(ConfigError, call, "no trainable linear", "[1, 2]", "unfreeze", model=model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (not parts or name.startswith(parts)))
+    return model
 
 
-def test_layers_whose_every_matrix_is_skipped() -> None:
-    """Only experts and routers are trainable, and the user asked to leave them out."""
+def experts_alone() -> nn.Module:
+    """Only experts and routers are trainable."""
     model = model_of("mixtral")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".mlp." in name)
-    call = lambda: scorer_for(model, uncovered="skip").score(BATCH)  # noqa: E731
-    refused(ConfigError, call, "no trainable", model=model)
+    return model
 
 
-def test_a_choice_for_label_alone_is_told_how_to_have_it() -> None:
-    refused(ConfigError, lambda: ScorerConfig(parameters="all"), "--estimator label", "'linears'")
+def poisoned(name: str) -> nn.Module:
+    model = model_of()
+    with torch.no_grad():
+        model.get_parameter(name)[0, 0] = float("nan")
+    return model
+
+
+UNTRAINABLE = (ConfigError, ("no trainable linear", "[1, 2]", "unfreeze"))
+UNPROVED = (CoverageError, ("captured uses explain its gradient",))
+NOT_FINITE = (NumericalError, ("not finite", "row 0, token", "weights"))
+FORWARD = {"estimator": "label", "derivative": "forward_mode"}
+Refusal = tuple[type[AlphaTokenError], tuple[str, ...]]
+MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], Refusal]] = {
+    "no head": (lambda: model_of().model, {}, (ModelError, ("no head", "causal language model"))),
+    "everything frozen": (frozen, {}, UNTRAINABLE),
+    "scored layers frozen": (
+        lambda: frozen("model.layers.1", "model.layers.2"), {}, UNTRAINABLE
+    ),
+    "every matrix skipped": (
+        experts_alone, {"uncovered": "skip"}, (ConfigError, ("no trainable",))
+    ),
+    # A second backward through the graph would be wrong; the proof of coverage notices.
+    "overwritten inputs": (overwriting_model, {"estimator": "alphatoken"}, UNPROVED),
+    "overwritten inputs, path": (overwriting_model, {"estimator": "path"}, UNPROVED),
+    "no forward mode": (overwriting_model, FORWARD, (UnsupportedError, ("forward mode", "Liger"))),
+    "a NaN in a layer": (
+        lambda: poisoned("model.layers.2.mlp.down_proj.weight"), {}, NOT_FINITE
+    ),
+    "a NaN in the head": (lambda: poisoned("lm_head.weight"), {"estimator": "label"}, NOT_FINITE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_be_valued(name: str) -> None:
+    build, options, (kind, causes) = MODELS[name]
+    model = build()
+    refused(kind, lambda: scorer_for(model, **options).score(BATCH), *causes, model=model)
 
 
 def test_a_model_that_is_not_here_is_told_by_which_option_to_name_one() -> None:

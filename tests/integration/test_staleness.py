@@ -68,8 +68,8 @@ def of_a_fresh(scorer: Scorer, how: str = "score") -> Tensor | str:
     return values_of(made, how)
 
 
-def text(found: Tensor | str) -> object:
-    return found if isinstance(found, str) else found.tolist()
+def text(result: Tensor | str) -> object:
+    return result if isinstance(result, str) else result.tolist()
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ def test_every_writer_is_noticed(how: str, estimator: str) -> None:
     assert torch.equal(before, values_of(scorer, how))  # type: ignore[arg-type]
     for writer, write in WRITERS.items():
         write(model)
-        found = values_of(scorer, how)
-        assert text(found) == text(of_a_fresh(scorer, how)) != text(before), writer
-        before = found
+        result = values_of(scorer, how)
+        assert text(result) == text(of_a_fresh(scorer, how)) != text(before), writer
+        before = result
 
 
 # --- what a forward reads besides -----------------------------------------------------------------
@@ -210,10 +210,10 @@ class Reading(nn.Module):
 
     def factor(self) -> Any:
         space, options = self.space, self.options
-        found = self.pair[0].prod() * self.pair[1]["other"].real.prod() * self.array.prod()
-        found = found * space.scale * space.more[0].scale * options.scale * self.form.value
-        found = found * options.inner.scale.prod() * self.part() * sum(self.rate["a"])
-        return found * self.function() * self.hidden[0].weight.item() * self.tensor.prod()
+        result = self.pair[0].prod() * self.pair[1]["other"].real.prod() * self.array.prod()
+        result = result * space.scale * space.more[0].scale * options.scale * self.form.value
+        result = result * options.inner.scale.prod() * self.part() * sum(self.rate["a"])
+        return result * self.function() * self.hidden[0].weight.item() * self.tensor.prod()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * self.factor()
@@ -241,11 +241,11 @@ def test_whatever_a_module_holds_is_noticed() -> None:
     """One after the other, and in a hook at the end."""
     model = plain()
     mlp = model.model.layers[-1].mlp = Reading(model.model.layers[-1].mlp)
-    held = SimpleNamespace(scale=torch.ones(3))
+    state = SimpleNamespace(scale=torch.ones(3))
     del mlp.scale_of_function  # the function alone leads there
 
     def scaled(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return output * held.scale.prod()
+        return output * state.scale.prod()
 
     model.model.layers[0].register_forward_hook(scaled)
     scorer = Scorer(model, VALIDATION, config=ScorerConfig("path", layers=1))
@@ -254,18 +254,18 @@ def test_whatever_a_module_holds_is_noticed() -> None:
     changes: dict[str, Callable[[Any], object]] = {
         "a variable of a function": lambda m: cell["scale"].cell_contents.data.mul_(2),
         **READ,
-        "what a hook reads": lambda m: held.scale.data.mul_(2),
+        "what a hook reads": lambda m: state.scale.data.mul_(2),
     }
     for what, change in changes.items():
         assert torch.equal(values_of(scorer), before), what  # type: ignore[arg-type]
         change(mlp)
-        found = values_of(scorer)
-        assert text(found) == text(of_a_fresh(scorer)) != text(before), what
-        before = found
+        result = values_of(scorer)
+        assert text(result) == text(of_a_fresh(scorer)) != text(before), what
+        before = result
 
 
 class Noting(nn.Module):
-    """An MLP that notes its pass, in numbers and in tensors, and may read one of the notes."""
+    """An MLP that notes its pass, in numbers, tensors and new entries, and reads one of them."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -274,6 +274,7 @@ class Noting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.notes["calls"] += 1
+        self.notes[f"at {self.notes['calls']}"] = True
         self.output = self.inner(x) * self.notes["scale"]
         self.latest = SimpleNamespace(norm=self.output.detach().norm())
         return self.output
@@ -286,41 +287,15 @@ def test_what_a_forward_writes_is_no_change_of_settings() -> None:
     log: list[Tensor] = []
     mlp.register_forward_hook(lambda module, args, output: log.append(output))
     scorer = Scorer(model, VALIDATION, config=ScorerConfig("path", layers=1))
-    for _ in range(2):  # first times: what a forward makes, and what it writes again
+    for _ in range(3):  # first times: what a forward makes, and what it writes again
         before = values_of(scorer)
     estimator, m = scorer.estimator, scorer.estimator.cache.current()
     for _ in range(2):
         log.clear()
         assert torch.equal(values_of(scorer), before)  # type: ignore[arg-type]
     assert scorer.estimator is estimator
-    assert scorer.estimator.cache.current() is m
+    assert scorer.estimator.cache.current() is m, "M is built at each pass"
     mlp.notes["scale"] = 2.0
-    assert text(values_of(scorer)) == text(of_a_fresh(scorer)) != text(before)
-
-
-class Counting(nn.Module):
-    """An MLP with a mapping of settings to which each forward adds."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.options: dict[str, Any] = {"scale": 1.0}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.options["calls"] = self.options.get("calls", 0) + 1
-        self.options[f"seen at {self.options['calls']}"] = True
-        return self.inner(x) * self.options["scale"]
-
-
-def test_settings_beside_what_a_forward_adds_are_read() -> None:
-    model = plain()
-    mlp = model.model.layers[-1].mlp = Counting(model.model.layers[-1].mlp)
-    scorer = Scorer(model, VALIDATION, config=ScorerConfig("path", layers=1))
-    before = [values_of(scorer) for _ in range(3)][-1]
-    held = scorer.estimator.cache.current()
-    assert text(values_of(scorer)) == text(before)
-    assert scorer.estimator.cache.current() is held, "M is built at each pass"
-    mlp.options["scale"] = 2.0
     assert text(values_of(scorer)) == text(of_a_fresh(scorer)) != text(before)
 
 

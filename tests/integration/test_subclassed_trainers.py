@@ -13,11 +13,8 @@ from transformers import BatchEncoding
 
 from alphatoken import FisherDrift, UnsupportedError
 from alphatoken.model.batch import IGNORE, label_mask
-from alphatoken.train import (
-    AlphaSFTTrainer,
-    AlphaTrainer,
-)
-from alphatoken.train.step_guard import StepGuard
+from alphatoken.train import AlphaSFTTrainer, AlphaTrainer
+from alphatoken.train.weigher import StepGuard
 from tests.integration import tiny_training as tiny
 from tests.integration.tiny_training import model, sft_rows, weights
 
@@ -43,13 +40,15 @@ def recorded_masks(trainer: Any) -> list[Tensor]:
 
 
 def sft(kind: type[AlphaSFTTrainer], folder: Path, **more: Any) -> AlphaSFTTrainer:
-    held = {"validation_dataset": None} if more.get("policy") == "random" else {}
-    made = tiny.sft(folder, kind, train_dataset=sft_rows(32), **{"max_steps": 2, **held, **more})
+    validation = {"validation_dataset": None} if more.get("policy") == "random" else {}
+    made = tiny.sft(
+        folder, kind, train_dataset=sft_rows(32), **{"max_steps": 2, **validation, **more}
+    )
     return cast("AlphaSFTTrainer", made)
 
 
 def test_weights_are_of_the_labels_that_compute_loss_is_given(tmp_path: Path) -> None:
-    given: list[Tensor] = []
+    label_masks: list[Tensor] = []
 
     class HalfOfEachResponse(AlphaSFTTrainer):
         def _prepare_inputs(self, inputs: Any) -> Any:
@@ -58,14 +57,14 @@ def test_weights_are_of_the_labels_that_compute_loss_is_given(tmp_path: Path) ->
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             assert all(isinstance(value, Tensor) for value in inputs.values())
             inputs = {**inputs, "labels": first_half(inputs["labels"])}
-            given.append(label_mask(inputs["labels"]))
+            label_masks.append(label_mask(inputs["labels"]))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     trainer = sft(HalfOfEachResponse, tmp_path)
     masks = recorded_masks(trainer)
     trainer.train()
-    assert len(masks) == len(given) == 2
-    assert all(torch.equal(mask, own) for mask, own in zip(masks, given, strict=True))
+    assert len(masks) == len(label_masks) == 2
+    assert all(torch.equal(mask, own) for mask, own in zip(masks, label_masks, strict=True))
 
 
 @pytest.mark.parametrize("scope", ["batch", "global"])
@@ -85,9 +84,9 @@ def test_labels_may_be_made_when_inputs_are_prepared(tmp_path: Path, scope: str)
         return {"tokens": torch.tensor([row["input_ids"] for row in rows])}
 
     rows = [{"input_ids": [4 + (i + j) % 26 for j in range(9)]} for i in range(16)]
-    given = {"data_collator": collate, "train_dataset": rows, "remove_unused_columns": False}
+    arguments = {"data_collator": collate, "train_dataset": rows, "remove_unused_columns": False}
     own = {"policy": "random", "keep_scope": scope, "export_values": False}
-    trainer = tiny.made(Embedded, tmp_path, max_steps=2, **given, **own)
+    trainer = tiny.made(Embedded, tmp_path, max_steps=2, **arguments, **own)
     masks = recorded_masks(trainer)
     trainer.train()
     assert [int(mask.sum()) for mask in masks] == [32, 32]
@@ -120,11 +119,11 @@ def test_a_run_that_starts_over_builds_its_direction_anew(tmp_path: Path) -> Non
 
 def test_a_batch_keeps_the_type_that_the_collator_gave_it(tmp_path: Path) -> None:
     """``BatchEncoding`` is no dict: what reads ``inputs.input_ids`` goes on working."""
-    seen: list[type] = []
+    types: list[type] = []
 
     class Reading(AlphaSFTTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            seen.append(type(inputs))
+            types.append(type(inputs))
             assert inputs.input_ids.shape == inputs["labels"].shape
             return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -132,7 +131,7 @@ def test_a_batch_keeps_the_type_that_the_collator_gave_it(tmp_path: Path) -> Non
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: BatchEncoding(collate(rows))
     trainer.train()
-    assert seen == [BatchEncoding, BatchEncoding]
+    assert types == [BatchEncoding, BatchEncoding]
 
 
 def test_a_fisher_that_nothing_reads_is_part_of_the_run(tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from jinja2 import UndefinedError
 
-from alphatoken.cli.arguments import read_arguments
-from alphatoken.cli.training_rows import RowReader
 from alphatoken.data import (
     EncodeOptions,
     Fields,
@@ -32,10 +30,10 @@ from alphatoken.data.encode import encode_example
 from alphatoken.data.messages import THOUGHTS
 from alphatoken.data.source import find_source
 from alphatoken.errors import DataError, InputError
-from alphatoken.score.rows import Corpus
-from alphatoken.train import AlphaDPOConfig, AlphaDPOTrainer, AlphaSFTConfig
+from alphatoken.score.job import Corpus
+from alphatoken.train import AlphaDPOTrainer
 from tests.integration import tiny_training as tiny
-from tests.integration.test_data import CHATML, byte_tokenizer, chat, labelled_text
+from tests.integration.test_data import CHATML, byte_tokenizer, chat, labelled_text, reader
 from tests.integration.tokenizer_kinds import KINDS, kind_of_tokenizer
 from tests.rows import jsonl
 
@@ -57,14 +55,6 @@ def noted(
     """Ids and labels of a row, and the notes on it."""
     example = encode_example(row, tokenizer, how)
     return example.input_ids, example.labels, [*example.notes]
-
-
-def reader(command: str, tokenizer: Any, folder: Path, rows: list[Record], *more: str) -> RowReader:
-    """Reads the training rows of a command, from a file."""
-    file = str(jsonl(folder / f"{command}.jsonl", rows))
-    words = ["--train_file", file, "--use_cpu", "--bf16", "false", "--output_dir", "out", *more]
-    config = {"sft": AlphaSFTConfig, "dpo": AlphaDPOConfig}[command]
-    return RowReader(read_arguments(command, words, config), tokenizer)
 
 
 def pair(prompt: str, chosen: str, rejected: str) -> Record:
@@ -91,7 +81,7 @@ def test_tokens_without_a_template_are_trls(kind: str, tmp_path: Path) -> None:
         due.append(trls(prompt + "\n" * (bool(prompt) and not filled), response, tokenizer))
         assert encode_row(chat(prompt, response), tokenizer) == due[-1], (prompt, response)
     rows = [{"prompt": prompt, "response": response} for prompt, response in ASKED]
-    trained = reader("sft", tokenizer, tmp_path, rows)
+    trained = reader("sft", tokenizer, jsonl(tmp_path / "sft.jsonl", rows))
     records = trained.dataset(trained.training_rows())
     assert [(row["input_ids"], row["labels"]) for row in records] == due
 
@@ -101,7 +91,7 @@ def test_a_pair_without_a_template_has_the_tokens_of_a_row(kind: str, tmp_path: 
     """TRL tokenises pairs: what it makes of them is what ``encode_row`` makes of each side."""
     tokenizer = kind_of_tokenizer(kind)
     rows = [*PAIRS, pair("<s>Say", "Bye", "No.")]
-    read = reader("dpo", tokenizer, tmp_path, rows)
+    read = reader("dpo", tokenizer, jsonl(tmp_path / "dpo.jsonl", rows))
     records = read.dataset(items := read.training_rows())
     for record, item in zip(records, items, strict=True):
         for side in ("chosen", "rejected"):
@@ -135,7 +125,7 @@ def test_tokens_are_those_of_trls_own_trainers(kind: str, tmp_path: Path) -> Non
     )  # fmt: skip
     due = [encode_row(chat(prompt, response), tokenizer) for prompt, response in texts]
     assert [(row["input_ids"], row["labels"]) for row in sft.train_dataset] == due
-    read = reader("dpo", tokenizer, tmp_path, PAIRS)
+    read = reader("dpo", tokenizer, jsonl(tmp_path / "dpo.jsonl", PAIRS))
     dpo = DPOTrainer(
         model, ref_model=reference, args=DPOConfig(**how), processing_class=tokenizer,
         train_dataset=read.dataset(read.training_rows()),
@@ -259,11 +249,7 @@ def test_plain_texts_have_one_end_token() -> None:
         assert labels[1:] == ids[1:]
         assert notes == [TAKEN]
     assert noted(Row(0, "x", (Turn("assistant", "Once."),)), tokenizer)[2] == []
-
-
-def test_an_end_token_alone_is_an_empty_response() -> None:
-    tokenizer = byte_tokenizer(CHATML)
-    for end in ("<|im_end|>", "</s>\n"):
+    for end in ("<|im_end|>", "</s>\n"):  # alone it is no response
         with pytest.raises(DataError, match="empty response"):
             encode_rows([chat(USER + HEAD, end)], tokenizer)
 
@@ -294,7 +280,7 @@ def test_the_line_about_a_file_counts_rows_taken_as_they_are(
     logging.getLogger("alphatoken.data").propagate = True
     with caplog.at_level(logging.INFO, logger="alphatoken.data"):
         survey = Corpus(find_source(path), Fields(), tokenizer).survey()
-        reader("sft", tokenizer, tmp_path, MIXED).training_rows()
+        reader("sft", tokenizer, jsonl(tmp_path / "sft.jsonl", MIXED)).training_rows()
         encode_rows(read_rows(path), tokenizer)
     lines = [(one.levelname, one.getMessage()) for one in caplog.records]
     form = "prompt = prompt, response = response"
@@ -310,16 +296,16 @@ def test_the_line_about_a_file_counts_rows_taken_as_they_are(
 def test_pairs_are_taken_as_they_are_all_or_none(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(CHATML, start=True)
     filled = pair("<s>" + USER + HEAD, "A wren.</s>", "A cat.</s>\n")
-    read = reader("dpo", tokenizer, tmp_path, [filled])
+    read = reader("dpo", tokenizer, jsonl(tmp_path / "dpo.jsonl", [filled]))
     assert list(read.dataset(read.training_rows())) == [pair(USER + HEAD, "A wren.", "A cat.")]
     plain = pair("Name a bird.", "A wren.", "A cat.")
     with pytest.raises(InputError, match="line 1 does, .* line 2 does not.*--no_chat_template"):
-        reader("dpo", tokenizer, tmp_path, [filled, plain]).training_rows()
-    read = reader("dpo", tokenizer, tmp_path, [filled, plain], "--no_chat_template")
-    assert len(read.training_rows()) == 2
+        reader("dpo", tokenizer, jsonl(tmp_path / "dpo.jsonl", [filled, plain])).training_rows()
+    file = jsonl(tmp_path / "dpo.jsonl", [filled, plain])
+    assert len(reader("dpo", tokenizer, file, "--no_chat_template").training_rows()) == 2
     one = pair("Name a bird.", "A wren.</s>", "A cat.")
     with pytest.raises(DataError, match=r"line 1: 'A wren.</s>' and 'A cat.'.*both, or on neither"):
-        reader("dpo", tokenizer, tmp_path, [one]).training_rows()
+        reader("dpo", tokenizer, jsonl(tmp_path / "dpo.jsonl", [one])).training_rows()
 
 
 @pytest.mark.slow
@@ -503,23 +489,29 @@ def test_text_that_is_not_learned_and_white_space_are_no_loss_and_are_said() -> 
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
-def test_a_thought_in_a_column_of_its_own_is_served_or_refused(name: str) -> None:
+def test_a_thought_in_a_field_of_its_own_is_served_or_refused(name: str) -> None:
     record = {"question": "17 times 3?", name: THOUGHT, "answer": ANSWER}
-    survey = Survey("a.jsonl")
+    question = {"role": "user", "content": "17 times 3?"}
+    survey, said = Survey("a.jsonl"), {"role": "assistant", "content": ANSWER, name: THOUGHT}
     row = row_of(record, 0, "here", survey=survey)
     assert str(survey) == f"a.jsonl: prompt = question, response = answer, thought = {name}"
-    learned = labelled_text(byte_tokenizer(TEMPLATES["thinks"]), row)
-    assert learned == [f"{THOUGHT}\n</think>\n\n{ANSWER}<|im_end|>"]
-    for template in (CHATML, None):
-        with pytest.raises(DataError, match="thoughts of a row would be lost.*--unread_columns"):
-            encode_row(row, byte_tokenizer(template))
+    for one in (row, row_of({"messages": [question, said]}, 0, "here")):
+        learned = labelled_text(byte_tokenizer(TEMPLATES["thinks"]), one)
+        assert learned == [f"{THOUGHT}\n</think>\n\n{ANSWER}<|im_end|>"]
+        for template in (CHATML, None):
+            with pytest.raises(
+                DataError, match="thoughts of a row would be lost.*--unread_columns"
+            ):
+                encode_row(one, byte_tokenizer(template))
+    bare = row_of({"messages": [question, {**said, "content": None}]}, 0, "here")
+    learned = labelled_text(byte_tokenizer(TEMPLATES["thinks"]), bare)
+    assert learned == [f"{THOUGHT}\n</think>\n\n<|im_end|>"]
     aside = row_of(record, 0, "here", Fields(unread=(name,)))
     assert labelled_text(byte_tokenizer(CHATML), aside) == [f"{ANSWER}<|im_end|>"]
     twice = row_of({**record, "answer": INSIDE}, 0, "here")
     assert [turn.thought for turn in twice.turns] == ["", ""]
-    beside = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(DataError, match=f"'{name}' has no place"):
-        row_of({**beside, name: THOUGHT}, 0, "here")
+        row_of({"messages": [question, {**said, name: ""}], name: THOUGHT}, 0, "here")
     read_as_answer = row_of(record, 0, "here", Fields(response=name, unread=("answer",)))
     assert [(turn.text, turn.thought) for turn in read_as_answer.turns[1:]] == [(THOUGHT, "")]
 
@@ -541,15 +533,13 @@ def test_a_thought_is_in_a_text_at_its_head_or_in_tags_only(answer: str, thought
     assert row.turns[-1].thought.strip() == thought
 
 
-@pytest.mark.parametrize("name", THOUGHTS)
-def test_a_thought_beside_texts_is_no_row_of_a_trainer(name: str, tmp_path: Path) -> None:
+def test_a_thought_beside_texts_is_no_row_of_a_trainer(tmp_path: Path) -> None:
     """TRL reads no such column, and writes texts without a template."""
-    rows = [{"prompt": "1+1=", "completion": "2", name: THOUGHT}] * 4
-    with pytest.raises(InputError, match=f"row 0: column '{name}'"):
-        python_sft(tmp_path, rows, SPELLED)
-    for row in rows:
-        row[name] = ""
-    assert len(python_sft(tmp_path, rows, SPELLED).train_dataset) == 4
+    texts = {"prompt": "1+1=", "completion": "2"}
+    with pytest.raises(InputError, match="row 0: column 'thinking'"):
+        python_sft(tmp_path, [{**texts, "thinking": THOUGHT}] * 4, SPELLED)
+    empty = python_sft(tmp_path, [{**texts, "thinking": ""}] * 4, SPELLED)
+    assert len(empty.train_dataset) == 4
 
 
 # --- rows given from Python -----------------------------------------------------------------------

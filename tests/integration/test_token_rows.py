@@ -13,7 +13,6 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq
 
-from alphatoken.data.token_rows import lost_of_tokens
 from alphatoken.errors import InputError
 from alphatoken.model.batch import read_batch
 from alphatoken.train import AlphaSFTTrainer, AlphaTrainer
@@ -75,8 +74,8 @@ def test_training_validation_and_fisher_rows_have_labels_by_one_rule(
         f"{name}_dataset": Dataset.from_list([{"input_ids": x, **make(x)} for x in own])
         for name, own in parts.items()
     }
-    given = {**rows, "retention": "data", "objective": "both", "completion_only_loss": only}
-    trainer = tiny.sft(tmp_path, held_out_steps=0, **given)
+    options = {**rows, "retention": "data", "objective": "both", "completion_only_loss": only}
+    trainer = tiny.sft(tmp_path, held_out_steps=0, **options)
     roles = (trainer.train_dataset, trainer.rows.validation, trainer.rows.retention)
     for role, own in zip(roles, parts.values(), strict=True):
         assert [list(row["labels"]) for row in role] == [labels(x) for x in own]
@@ -115,10 +114,7 @@ TEN = list(range(4, 14))
 HALF = [0] * 5 + [1] * 5
 LABELLED = {"input_ids": TEN, "labels": kept(TEN, HALF)}
 LOST = {
-    "loss_mask without labels": (
-        {"input_ids": TEN, "loss_mask": HALF},
-        "'loss_mask' says something",
-    ),
+    "loss_mask without labels": ({"input_ids": TEN, "loss_mask": HALF}, "'loss_mask' says"),
     "loss_mask": ({**LABELLED, "loss_mask": [0] * 6 + [1] * 4}, "'loss_mask' says something else"),
     "response_mask": ({**LABELLED, "response_mask": [1] * 10}, "'response_mask' says something"),
     "loss_weights": ({**LABELLED, "loss_weights": [w / 2 for w in HALF]}, "'loss_weights' says"),
@@ -134,16 +130,12 @@ LOST = {
     "padding on the left": ({**LABELLED, "attention_mask": [0] * 3 + [1] * 7}, "before the last"),
     "padding that is learned": ({"input_ids": TEN, "attention_mask": [1] * 8 + [0] * 2}, "before"),
     "longer labels": ({**LABELLED, "labels": [*kept(TEN, HALF), 2]}, "'labels' has 11 entries"),
+    "an empty list of labels": ({**LABELLED, "labels": []}, "'labels' has 0 entries"),
     "a shorter mask": ({"input_ids": TEN, "assistant_masks": [1] * 9}, "'assistant_masks' has 9"),
 }
 
 
 SFT = SimpleNamespace(**READ, completion_only_loss=None, padding_free=False, packing=False)
-
-
-def test_an_empty_list_of_labels_is_no_list_of_labels() -> None:
-    said = lost_of_tokens({**LABELLED, "labels": []}, {"input_ids", "labels"})
-    assert said == "'labels' has 0 entries, 'input_ids' 10"
 
 
 @pytest.mark.parametrize("kind", LOST)
@@ -229,12 +221,12 @@ def padded(rows: list[list[int]], width: int = 14) -> Dataset:
 
 def test_validation_rows_of_the_plain_trainer_keep_their_masks(tmp_path: Path) -> None:
     """As transformers' collator keeps those of training rows; they were dropped before."""
-    held = padded(ids(6, 5))
+    validation = padded(ids(6, 5))
     trainer = tiny.made(
-        AlphaTrainer, tmp_path, train_dataset=padded(ids(8)), validation_dataset=held,
+        AlphaTrainer, tmp_path, train_dataset=padded(ids(8)), validation_dataset=validation,
         processing_class=None, **{**tiny.ALPHA, "retention": "none", "held_out_steps": 0},
     )  # fmt: skip
-    theirs = trainer.data_collator(held.to_list())
+    theirs = trainer.data_collator(validation.to_list())
     ours = trainer.row_batch(trainer.rows.validation)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -274,7 +266,7 @@ def test_rows_that_make_no_batch_are_refused_by_the_plain_trainer(
 def test_a_stream_of_tokens_is_trained_on_up_to_a_row_that_is_refused(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("alphatoken.train.python_rows._LOOKED_AT", 2)
+    monkeypatch.setattr("alphatoken.train.python_rows._FIRST_ROWS", 2)
     row = {**LABELLED, "loss_mask": HALF}
     rows = [row] * 8 + [{**row, "loss_mask": [1] * len(TEN)}]
     stream = Dataset.from_list(rows).to_iterable_dataset()

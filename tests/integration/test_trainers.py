@@ -14,9 +14,10 @@ from transformers import Trainer
 from trl import DPOTrainer, SFTTrainer
 
 from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
-from alphatoken.train import AlphaDPOConfig
+from alphatoken.train.policies.builtin import DPO, Standard
 from tests.flash_standin import NAME, standin
 from tests.integration import tiny_training as tiny
+from tests.integration.policy_examples import OwnDPO
 from tests.integration.tiny_training import furthest, losses, model, sft_rows, weights
 from tests.property.tolerance import allowed, close
 
@@ -42,8 +43,8 @@ def against_trl(make: Any, folder: Path, shared: dict[str, Any], **own: Any) -> 
     steps = {"gradient_accumulation_steps": 2, "max_steps": 3}
     # Made one after the other: each begins with the random state that its constructor sets.
     for name, more in (("trl", {"alpha": False}), ("alpha", {"keep_ratio": 1.0, **own})):
-        given = {key: value() if callable(value) else value for key, value in shared.items()}
-        runs.append(make(folder / name, **steps, **given, **more))
+        arguments = {key: value() if callable(value) else value for key, value in shared.items()}
+        runs.append(make(folder / name, **steps, **arguments, **more))
         runs[-1].train()
     return runs[0], runs[1]
 
@@ -60,6 +61,12 @@ OF_HYBRID = {"layers": "3", "uncovered": "skip"}
         pytest.param({"packing": True, "max_length": 256}, {}, marks=pytest.mark.slow),
         pytest.param({"loss_type": "dft", "bf16": True}, {}, marks=pytest.mark.slow),
         pytest.param({"neftune_noise_alpha": 5.0}, {}, marks=pytest.mark.slow),
+        # A policy with weights 1.
+        pytest.param(
+            {"peft": True, "gradient_checkpointing": True},
+            {"policy": Standard()},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(HYBRID, OF_HYBRID, marks=pytest.mark.slow),
     ],
     ids=",".join,
@@ -79,37 +86,26 @@ SMOOTH = {"label_smoothing": 0.1}
 
 @pytest.mark.filterwarnings("ignore:validation pairs are measured by plain DPO")
 @pytest.mark.parametrize(
-    "shared",
+    ("shared", "own"),
     [
-        {},
-        pytest.param({"peft": True, "loss_type": ["ipo"], **SMOOTH}, marks=pytest.mark.slow),
+        ({}, {}),
+        pytest.param({"peft": True, "loss_type": ["ipo"], **SMOOTH}, {}, marks=pytest.mark.slow),
         pytest.param(
-            {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3], **SMOOTH},
+            {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3], **SMOOTH}, {},
             marks=pytest.mark.slow,
         ),
+        # Weights of 1 on TRL's loss, and a loss of one's own with token-wise references.
+        pytest.param({"peft": True}, {"policy": DPO()}, marks=pytest.mark.slow),
+        pytest.param({}, {"policy": OwnDPO()}, marks=pytest.mark.slow),
     ],
     ids=str,
-)
-def test_ratio_one_equals_trl_dpo(tmp_path: Path, shared: dict[str, Any]) -> None:
-    plain, valued = against_trl(dpo, tmp_path, {"learning_rate": 1e-3, **shared})
+)  # fmt: skip
+def test_ratio_one_equals_trl_dpo(
+    tmp_path: Path, shared: dict[str, Any], own: dict[str, Any]
+) -> None:
+    plain, valued = against_trl(dpo, tmp_path, {"learning_rate": 1e-3, **shared}, **own)
     assert losses(valued) == pytest.approx(losses(plain), rel=1e-6, abs=1e-6)
     assert furthest(plain, valued) < 1e-6
-
-
-# --- options -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"loss_type": ["ipo"]},
-        {"label_smoothing": 0.1},
-    ],
-    ids=str,
-)
-def test_the_masked_logit_refuses_what_it_cannot_mask(tmp_path: Path, more: Any) -> None:
-    with pytest.raises(ConfigError, match=next(iter(more))):
-        AlphaDPOConfig(**tiny.options(tmp_path, **tiny.ALPHA, masked_logit=True, **more))
 
 
 @pytest.mark.slow
@@ -195,17 +191,17 @@ def test_a_micro_batch_without_response_tokens_is_no_accident(tmp_path: Path) ->
 
 def totals_of_first_step(trainer: Any) -> Tensor:
     """Values of the response tokens of the first batch, in (row, position) order."""
-    seen: list[Tensor] = []
+    totals: list[Tensor] = []
     weigh = trainer.token_policy.weights
 
     def watched(batch: Any) -> Tensor:
-        seen.append(batch.values[batch.mask])
+        totals.append(batch.values[batch.mask])
         weights: Tensor = weigh(batch)
         return weights
 
     trainer.token_policy.weights = watched
     trainer.train()
-    return seen[0]
+    return totals[0]
 
 
 @pytest.mark.filterwarnings("ignore:label values replace flash attention")
@@ -227,9 +223,9 @@ def test_flash_kernels_train_as_others_do(tmp_path: Path, estimator: str, layout
     values = [totals_of_first_step(trainer) for trainer in (on_sdpa, on_flash)]
     size = float(values[0].abs().max())
     assert float((values[0] - values[1]).abs().max()) < 1e-5 * size
-    expected, found = weights(on_sdpa.model), weights(on_flash.model)
+    expected, actual = weights(on_sdpa.model), weights(on_flash.model)
     for name, weight in expected.items():
-        close(found[name], weight, weight.abs() + 0.01, 1e-3, name="weights after a run")
+        close(actual[name], weight, weight.abs() + 0.01, 1e-3, name="weights after a run")
 
 
 @pytest.mark.slow
@@ -244,18 +240,16 @@ def test_bf16_autocast(tmp_path: Path) -> None:
     assert not torch.equal(rough, exact)
 
 
-class Unread(Tensor):
-    """A number on a device that is still computing: reading it would wait."""
-
-    def __float__(self) -> float:
-        raise AssertionError("the host waited for the device")
-
-
 @pytest.mark.parametrize("preconditioner", [None, "full"])
 def test_clipping_does_not_wait_for_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preconditioner: str | None
 ) -> None:
     """The factor is read where values are of a full step, and only there, and only then."""
+
+    class Unread(Tensor):
+        def __float__(self) -> float:
+            raise AssertionError("the host waited for the device")
+
     trainer = sft(tmp_path, retention="none", max_grad_norm=0.5, preconditioner=preconditioner)
     norm = torch.tensor(2.0).as_subclass(Unread)
     monkeypatch.setattr(Trainer, "_clip_grad_norm", lambda *_: norm)

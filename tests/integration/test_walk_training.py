@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from alphatoken import ScorerConfig
-from alphatoken.diagnose import registry
+from alphatoken.diagnose import find
 from alphatoken.diagnose.valuing import with_estimator
-from alphatoken.oracle import walk as oracle
-from alphatoken.scoring.observed import Observed
+from alphatoken.estimate.observed import Observed
+from alphatoken.oracle import run as oracle
 from alphatoken.train.policies.trained_weights import copied
 from tests.integration import subjects
 from tests.integration import tiny_training as tiny
@@ -47,7 +47,7 @@ def _fresh(model: Any) -> Any:
     return twin
 
 
-class Seen:
+class Valuations:
     """Every valuation of a run, with the weights and the validation rows of its moment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,15 +56,15 @@ class Seen:
         plain = Observed.values
 
         def values(observed: Observed, scores: Tensor, labels: Tensor, **more: Any) -> Any:
-            found = plain(observed, scores, labels, **more)
+            result = plain(observed, scores, labels, **more)
             adapter = observed._estimator.adapter
             inputs = dict(observed._recorder.latest.inputs)  # type: ignore[union-attr]
             batch = {k: v for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
             model = _fresh(adapter.model)
             rows = list(observed._estimator.inputs.validation)
             step = self.trainer.state.global_step
-            self.all.append((step, model, rows, {**batch, "labels": labels}, found.total.clone()))
-            return found
+            self.all.append((step, model, rows, {**batch, "labels": labels}, result.total.clone()))
+            return result
 
         monkeypatch.setattr(Observed, "values", values)
 
@@ -77,26 +77,26 @@ def test_values_of_a_run_are_losses_less_those_of_a_trained_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, refresh: int
 ) -> None:
     """The copy is trained where a walk is due, on the rows of that step, at the run's rate."""
-    seen, more = Seen(monkeypatch), {**WALK, "walk_refresh": refresh, "max_steps": 4}
+    valuations, more = Valuations(monkeypatch), {**WALK, "walk_refresh": refresh, "max_steps": 4}
     if kind == "lora":
         more["peft_config"] = tiny.lora()
     if kind == "dpo":
         more["ref_model"] = tiny.model()
     make = tiny.dpo if kind == "dpo" else tiny.sft
-    seen.trainer = trainer = make(tmp_path, **more)
+    valuations.trainer = trainer = make(tmp_path, **more)
     trainer.train()
-    assert [step for step, *_ in seen.all] == [0, 1, 2, 3]
+    assert [step for step, *_ in valuations.all] == [0, 1, 2, 3]
     adamw = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.0)
-    for step, model, rows, batch, found in seen.all:
+    for step, model, rows, batch, actual in valuations.all:
         if step == 0 or (refresh and step % refresh == 0):
             end = _walked(kind, model, rows, adamw)
         with torch.no_grad():
             expected = oracle.walk_values(model, end, forward_of, batch)
         if kind == "dpo":  # each row has a weight of its own, the coefficient of its pair
-            rows_alike = torch.nn.functional.cosine_similarity(found, expected, dim=-1).abs()
+            rows_alike = torch.nn.functional.cosine_similarity(actual, expected, dim=-1).abs()
             assert float(rows_alike.min()) > 0.999
             continue
-        assert float((found - expected).norm()) < 2e-2 * float(expected.norm())
+        assert float((actual - expected).norm()) < 2e-2 * float(expected.norm())
 
 
 def _walked(kind: str, model: Any, rows: list[Any], adamw: Any) -> Any:
@@ -125,8 +125,8 @@ def test_a_resumed_run_goes_on_with_its_walk(tmp_path: Path) -> None:
     more = {**WALK, "walk_refresh": 3, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = tiny.sft(tmp_path, **more)
     whole.train()
-    held = load_file(tmp_path / "checkpoint-2" / "alphatoken-rank0.safetensors")
-    assert any(name.startswith("alpha/walk/") for name in held)
+    saved = load_file(tmp_path / "checkpoint-2" / "alphatoken-rank0.safetensors")
+    assert any(name.startswith("alpha/walk/") for name in saved)
     again = tiny.sft(tmp_path, **more)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for name, weight in tiny.weights(whole.model).items():
@@ -136,10 +136,10 @@ def test_a_resumed_run_goes_on_with_its_walk(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_diagnostics_take_walk_values_beside_others() -> None:
     """Of any subject; what the others were told and a walk cannot use falls away."""
-    module = registry.find("sensitivity").load()
+    module = find("sensitivity").load()
     options = module.Options(estimators=("label", "walk"), layers=(1,), windows=(4,))
-    found = module.diagnose(subjects.subject(train_rows=4), options)
-    assert any("walk" in str(table) for table in (*found.tables, *found.figures))
+    result = module.diagnose(subjects.subject(train_rows=4), options)
+    assert any("walk" in str(table) for table in (*result.tables, *result.figures))
 
 
 def test_settings_of_a_walk_and_of_others_do_not_mix() -> None:

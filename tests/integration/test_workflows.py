@@ -26,14 +26,14 @@ def _commands(path: Path) -> list[str]:
 
 def test_workflows_call_what_is_there() -> None:
     targets = set(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
-    known = {name for line in targets for name in line.split()}
+    names = {name for line in targets for name in line.split()}
     called: set[str] = set()
     for path in WORKFLOWS:
         for line in _commands(path):
             program, *words = line.split()
             if program == "make":
                 called |= set(words)
-                assert set(words) <= known, (path.name, line)
+                assert set(words) <= names, (path.name, line)
             if program.startswith(".ci/"):
                 assert (ROOT / program).is_file(), (path.name, line)
     assert {"lint", "types", "imports", "fast", "card", "slow", "random", "docs"} <= called
@@ -74,11 +74,3 @@ def test_the_lock_has_what_the_package_asks_for() -> None:
     assert names <= set(re.findall(r"^([\w.-]+)(?=[=\[])", lock, re.MULTILINE))
     pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     assert all(pin in lock.splitlines() for pin in pins if pin and not pin.startswith("#"))
-
-
-def test_files_to_read_first_are_there() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    first = text.partition("## Read first")[2].partition("\n## ")[0]
-    found = re.findall(r"^\d+\. `([\w/]+\.py)`", first, re.MULTILINE)
-    assert len(found) == 10
-    assert [one for one in found if not (ROOT / one).is_file()] == []

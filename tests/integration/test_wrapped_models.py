@@ -62,9 +62,9 @@ def test_a_model_under_fsdp2(one_process: None, estimator: str) -> None:
     close(scorer.score(BATCH).total, expected, expected.abs().max(), 1e-7, name="FSDP2")
     with scorer.observe() as observed:
         logits = model(**inputs()).logits
-        seen = observed.values(logits, BATCH["labels"]).total
+        total = observed.values(logits, BATCH["labels"]).total
         logits.sum().backward()
-    close(seen, expected, expected.abs().max(), 1e-7, name="FSDP2, observed")
+    close(total, expected, expected.abs().max(), 1e-7, name="FSDP2, observed")
     assert all(p.grad is not None for p in model.parameters())
 
 

@@ -16,6 +16,16 @@ from tests.property.strategies import make_batch
 
 BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=VOCABULARY, seed=1)
 VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=VOCABULARY, seed=2)
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "alphatoken": {"estimator": "alphatoken"},
+    "direct": {"estimator": "direct"},
+    "path": {"estimator": "path"},
+    "label": {"estimator": "label"},
+    "label over all parameters": {"estimator": "label", "parameters": "all"},
+    "by forward mode": {"estimator": "label", "parameters": "all", "derivative": "forward_mode"},
+    "walk": {"estimator": "walk", "layers": "all", "walk_steps": 1},
+}
+"""Options of a scorer by each way of valuing."""
 
 
 def inputs(batch: dict[str, Tensor] = BATCH) -> dict[str, Any]:
@@ -31,10 +41,10 @@ def model_of(seed: int = 1, **options: Any) -> Any:
 def scorer_for(model: nn.Module, estimator: str = "alphatoken", **options: Any) -> Scorer:
     """Values against ``VALIDATION`` over two layers; arguments of the scorer, options else."""
     named = ("retention", "optimizer", "sharding")
-    given = {name: options.pop(name) for name in named if name in options}
+    arguments = {name: options.pop(name) for name in named if name in options}
     validation = options.pop("validation", VALIDATION)
     config = ScorerConfig(**{"estimator": estimator, "layers": 2, **options})
-    return Scorer(model, validation, config=config, **given)
+    return Scorer(model, validation, config=config, **arguments)
 
 
 def observed_values(scorer: Scorer, batch: dict[str, Tensor] = BATCH) -> Tensor:

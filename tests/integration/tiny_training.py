@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset
-from peft import LoraConfig
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -22,9 +21,14 @@ from transformers import (
 
 from tests.rows import jsonl
 
+if TYPE_CHECKING:  # beside transformers, what a test needs that runs a trainer
+    from datasets import Dataset
+    from peft import LoraConfig
+
 ALPHABET = string.ascii_lowercase + string.digits + " +=?.-"
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 SIZES: dict[str, int] = {
-    "vocab_size": 4 + len(ALPHABET),
+    "vocab_size": len(SPECIAL) + len(ALPHABET),
     "hidden_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -36,10 +40,11 @@ SIZES: dict[str, int] = {
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {piece: i for i, piece in enumerate(["<pad>", "<s>", "</s>", "<unk>", *ALPHABET])}
+def tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
+    """One token a character."""
+    vocabulary = {piece: i for i, piece in enumerate([*SPECIAL, *alphabet])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -50,27 +55,30 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def model(seed: int = 0, *, layers: int = 3, dropout: float = 0.0) -> LlamaForCausalLM:
+def model(
+    seed: int = 0, *, layers: int = 3, dropout: float = 0.0, **sizes: int
+) -> LlamaForCausalLM:
+    """A random Llama; ``sizes`` are options of its configuration."""
     torch.manual_seed(seed)
     own = {"intermediate_size": 48, "num_hidden_layers": layers, "attention_dropout": dropout}
-    config = LlamaConfig(**SIZES, **own)
+    config = LlamaConfig(**{**SIZES, **own, **sizes})
     return LlamaForCausalLM(config)
 
 
-def mixture(seed: int = 0) -> MixtralForCausalLM:
+def mixture(seed: int = 0, **sizes: int) -> MixtralForCausalLM:
     """The same with a mixture of four experts in each layer, of which each token meets two."""
     torch.manual_seed(seed)
     own = {"intermediate_size": 24, "num_hidden_layers": 3}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    config = MixtralConfig(**SIZES, **own, **experts)
+    config = MixtralConfig(**{**SIZES, **own, **experts, **sizes})
     return MixtralForCausalLM(config)
 
 
-def hybrid(seed: int = 0) -> Qwen3_5ForCausalLM:
+def hybrid(seed: int = 0, **sizes: int) -> Qwen3_5ForCausalLM:
     """The same with gated delta nets in two of three layers."""
     torch.manual_seed(seed)
     config = Qwen3_5TextConfig(
-        **SIZES, intermediate_size=48, num_hidden_layers=3, head_dim=8,
+        **SIZES | sizes, intermediate_size=48, num_hidden_layers=3, head_dim=8,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
         linear_value_head_dim=8, layer_types=["linear_attention"] * 2 + ["full_attention"],
     )  # fmt: skip
@@ -78,6 +86,8 @@ def hybrid(seed: int = 0) -> Qwen3_5ForCausalLM:
 
 
 def lora() -> LoraConfig:
+    from peft import LoraConfig
+
     return LoraConfig(task_type="CAUSAL_LM", **LORA)
 
 
@@ -111,25 +121,51 @@ def saved(place: Path, count: int) -> Path:
     return place
 
 
+def dataset(rows: list[dict[str, Any]]) -> Dataset:
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
 def sft_rows(rows: int = 48, seed: int = 0) -> Dataset:
-    return Dataset.from_list(sums(rows, seed))
+    return dataset(sums(rows, seed))
 
 
 def preference_rows(rows: int = 32, seed: int = 0) -> Dataset:
-    found = []
-    for i, row in enumerate(sums(rows, seed)):
-        wrong = f" it is {i * 7 % 100}." if i % 2 else " i do not know, ask me again."
-        found.append({"prompt": row["prompt"], "chosen": row["completion"], "rejected": wrong})
-    return Dataset.from_list(found)
+    """The same completions as chosen ones, with wrong ones beside them."""
+    wrong = [" i do not know, ask me again.", " it is {}."]
+    return dataset(
+        [
+            {
+                "prompt": row["prompt"],
+                "chosen": row["completion"],
+                "rejected": wrong[i % 2].format(i * 7 % 100),
+            }
+            for i, row in enumerate(sums(rows, seed))
+        ]
+    )
 
 
 def tokenised(rows: int = 48, seed: int = 0) -> Dataset:
     """Of ``sums``, as transformers' own trainer takes them."""
-    written, found = tokenizer(), []
+    encode, encoded = tokenizer(), []
     for row in sums(rows, seed):
-        prompt, answer = (written(row[name])["input_ids"] for name in ("prompt", "completion"))
-        found.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
-    return Dataset.from_list(found)
+        prompt, answer = (encode(row[name])["input_ids"] for name in ("prompt", "completion"))
+        encoded.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
+    return dataset(encoded)
+
+
+def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """A collator of a user's own: what one of transformers makes of labelled rows."""
+    width = max(len(row["input_ids"]) for row in rows)
+    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
+    for row in rows:
+        ids, labels = (torch.as_tensor(row[name]).tolist() for name in ("input_ids", "labels"))
+        rest = width - len(ids)
+        columns["input_ids"].append(ids + [0] * rest)
+        columns["labels"].append(labels + [-100] * rest)
+        columns["attention_mask"].append([1] * len(ids) + [0] * rest)
+    return {name: torch.tensor(table) for name, table in columns.items()}
 
 
 def options(folder: Any, **more: Any) -> dict[str, Any]:
@@ -179,15 +215,15 @@ def made(kind: Any, folder: Any, *, peft: bool = False, **more: Any) -> Any:
     if not isinstance(more.get("policy", ""), str):
         own.remove("policy")
     chosen = options(folder, **{name: value for name, value in more.items() if name in own})
-    given = {name: value for name, value in more.items() if name not in own}
+    arguments = {name: value for name, value in more.items() if name not in own}
     makers = {
         "model": model,
         "train_dataset": preference_rows if issubclass(kind, DPOTrainer) else sft_rows,
         "processing_class": tokenizer,
     } | ({"peft_config": lora} if peft else {})
-    given |= {name: make() for name, make in makers.items() if name not in given}
+    arguments |= {name: make() for name, make in makers.items() if name not in arguments}
     args = config(**{name: value for name, value in chosen.items() if name in own})
-    return kind(args=args, **given)
+    return kind(args=args, **arguments)
 
 
 def sft(folder: Any, kind: Any = None, **more: Any) -> Any:

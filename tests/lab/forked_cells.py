@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from alphatoken_lab.runner.launchers import PARENT
+from alphatoken_lab.runner.launchers import PARENT, CellOptions
 from tests.forked import SERVER
 
 _COMMAND = [sys.executable, "-m", "alphatoken_lab.commands"]
@@ -88,11 +88,15 @@ def _run(words: list[str], log: str, environment: dict[str, str]) -> None:
     sys.exit(main(words))
 
 
+def _forking(options: CellOptions, folder: Path) -> ForkedLauncher:
+    return ForkedLauncher(options.processes)
+
+
 @contextmanager
 def forked_cells() -> Iterator[None]:
     """Inside, grids that are started in this process fork their cells."""
-    from alphatoken_lab.commands import compare
+    from alphatoken_lab.runner import running
 
     with pytest.MonkeyPatch.context() as within:
-        within.setattr(compare, "_launcher", lambda options, _: ForkedLauncher(options.processes))
+        within.setattr(running, "make_launcher", _forking)
         yield

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,18 @@ from alphatoken.model.loading import load_causal_model, load_tokenizer
 from alphatoken.support.progress import Tracker
 from alphatoken.train.policies import policy_names
 from alphatoken.train.sft import AlphaSFTConfig
-from alphatoken_lab.measure.losses import encode_file, mean_response_loss, row_losses, summary
+from alphatoken_lab.measure.losses import encode_file, row_losses, summary
 from alphatoken_lab.measure.measures import Measures
-from alphatoken_lab.runner.folder import GridFolder
 from alphatoken_lab.runner.grid import Cell, Grid, Task, all_cells
 from alphatoken_lab.runner.launchers import PORT, LocalLauncher, SubmititLauncher, for_processes
 from alphatoken_lab.runner.methods import Method, custom_method, known_methods
-from alphatoken_lab.runner.page import cost_table, problem_table, quality_table
-from alphatoken_lab.runner.records import rows_of, to_csv, with_costs
-from alphatoken_lab.runner.running import run_grid, run_here
-from alphatoken_lab.runner.tables import to_markdown
+from alphatoken_lab.runner.records import records_csv, rows_of, with_costs
+from alphatoken_lab.runner.running import GridFolder, run_grid, run_here
+from alphatoken_lab.runner.tables import cost_table, problem_table, quality_table, to_markdown
 from tests.both_programs import main
 from tests.integration.small_world import saved_model
 from tests.lab.forked_cells import ForkedLauncher, forked_cells
-from tests.rows import jsonl
+from tests.lab.small import write
 
 PATIENCE = 240.0
 
@@ -46,10 +44,6 @@ PATIENCE = 240.0
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-def write(path: Path, rows: Sequence[Any]) -> str:
-    return str(jsonl(path, rows))
 
 
 def grid_file(folder: Path, model: Path, **changes: Any) -> Path:
@@ -452,6 +446,8 @@ def test_a_custom_method_goes_over_a_known_one() -> None:
         ({}, ["--seeds", "1", "1"], "seed is named twice"),
         ({}, ["--tasks", "none"], "unknown key"),
         ({}, ["--target_file", "/nowhere.jsonl"], "target_file does not exist"),
+        ({}, ["--target_file", "{folder}/broken.jsonl"], "broken JSON line"),
+        ({}, ["--target_file", "{folder}/empty.jsonl"], "has no rows"),
         ({}, ["--only", "nothing"], "no cell has such a name"),
         ({}, ["--processes", "0"], "at least 1"),
         ({}, ["stray"], "belongs to no option"),
@@ -473,8 +469,10 @@ def test_bad_grids_are_refused_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     grid = grid_file(tmp_path, model, **changes)
-    given = ["--config", str(grid), "--output_dir", str(tmp_path / "out")]
-    assert main(["compare", *given, *words]) == 2
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "If')
+    (tmp_path / "empty.jsonl").touch()
+    config = ["--config", str(grid), "--output_dir", str(tmp_path / "out")]
+    assert main(["compare", *config, *(word.format(folder=tmp_path) for word in words)]) == 2
     said = capsys.readouterr().err
     assert match in said
     assert len([line for line in said.splitlines() if not line.startswith("note: ")]) == 1
@@ -497,7 +495,8 @@ def test_losses_are_the_model_s_own(model: Path, tmp_path: Path) -> None:
         total += float(F.cross_entropy(logits, labels[0, 1:], reduction="sum"))
         count += example.response_tokens
     for size in (1, 2, 16):
-        assert mean_response_loss(one, examples, size) == pytest.approx(total / count, rel=1e-5)
+        found = summary(row_losses(one, examples, size))["loss"]
+        assert found == pytest.approx(total / count, rel=1e-5)
 
 
 def test_preference_figures_by_hand(model: Path, tmp_path: Path) -> None:
@@ -517,8 +516,8 @@ def test_preference_figures_by_hand(model: Path, tmp_path: Path) -> None:
     logits = []
     for chosen, rejected in zip(*found, strict=True):
         ratios = [
-            mean_response_loss(start, [x]) * x.response_tokens
-            - mean_response_loss(other, [x]) * x.response_tokens
+            row_losses(start, [x], 1)["loss"][0] * x.response_tokens
+            - row_losses(other, [x], 1)["loss"][0] * x.response_tokens
             for x in (chosen, rejected)
         ]
         logits.append(0.7 * (ratios[0] - ratios[1]))
@@ -562,7 +561,7 @@ def test_tables_rank_and_say_what_is_missing() -> None:
     assert "| 500 ± 0 |" in to_markdown(cost_table(rows))
     assert "| `t/c-native-seed1` | failed | a\\|b |" in problem_table(every)
     assert problem_table(every[:4]) == ""
-    assert to_csv(every).count("\n") == len(every) + 1
+    assert records_csv(every).count("\n") == len(every) + 1
 
 
 def test_cells_of_this_process_are_kept(tmp_path: Path) -> None:

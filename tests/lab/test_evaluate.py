@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from tokenizers.normalizers import Lowercase
 
 from alphatoken.data import encode_rows, read_rows
 from alphatoken.model import loading
 from alphatoken.model.loading import load_causal_model, load_tokenizer
-from alphatoken_lab.measure.losses import mean_response_loss
+from alphatoken_lab.measure.losses import row_losses, summary
 from tests.both_programs import main
-from tests.rows import jsonl
+from tests.lab.small import write
 
 ROWS = [{"prompt": f"If the object is {i},", "response": " the value is used."} for i in range(4)]
 QUESTIONS = [{"instruction": "If the object is"}, {"instruction": "The following statement is"}]
-
-
-def write(path: Path, rows: Sequence[Any]) -> str:
-    return str(jsonl(path, rows))
 
 
 @pytest.fixture
@@ -74,7 +68,8 @@ def test_losses_and_answers_of_a_folder(
     found = result(files)
     model, tokenizer = load_causal_model(library_decoder), load_tokenizer(library_decoder)
     examples = encode_rows(read_rows(files["rows"]), tokenizer)[0]
-    assert found["details"]["target_loss"] == pytest.approx(mean_response_loss(model, examples))
+    loss = summary(row_losses(model, examples, 16))["loss"]
+    assert found["details"]["target_loss"] == pytest.approx(loss)
     assert found["target"] is found["overall"] is None  # the win rate is awaited
     assert len(found["rows"]["target"]["loss"]) == 4
     table = (out / "evaluation.md").read_text()
@@ -123,7 +118,8 @@ def test_an_adapter_s_folder_is_its_base_with_it(
     if own:  # as after a training with another one: it reads other tokens
         tokenizer.backend_tokenizer.normalizer = Lowercase()
         tokenizer.save_pretrained(tmp_path / "lora")
-    wanted = mean_response_loss(adapted, encode_rows(read_rows(files["rows"]), tokenizer)[0])
+    examples = encode_rows(read_rows(files["rows"]), tokenizer)[0]
+    wanted = summary(row_losses(adapted, examples, 16))["loss"]
     words = ["evaluate", str(tmp_path / "lora"), "--retention_file", files["rows"], "--quiet"]
     pairs = ["--target_file", files["pairs"]]
     assert main([*words, *pairs, "--output_dir", files["out"]]) == 0
@@ -188,16 +184,3 @@ def test_what_cannot_be_measured_is_refused_before_the_model_is_loaded(
     assert said in error
     assert len([line for line in error.splitlines() if not line.startswith("note: ")]) == 1
     assert not Path(files["out"]).exists()
-
-
-def test_a_grid_reads_the_rows_that_it_measures_before_any_cell(
-    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    grid = tmp_path / "grid.yaml"
-    for measured, said in (("broken", "broken JSON line"), ("empty", "has no rows")):
-        task = {"command": "sft", "measures": {"target_file": files[measured]}}
-        content = {"model_name_or_path": "m", "policies": ["start"], "tasks": {"t": task}}
-        grid.write_text(yaml.safe_dump(content))
-        assert main(["compare", "--config", str(grid), "--output_dir", files["out"]]) == 2
-        assert said in capsys.readouterr().err
-        assert not list(Path(files["out"]).glob("*/*"))

@@ -11,20 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from alphatoken.errors import ConfigError, InputError
 from alphatoken_lab.methods.merge import interpolate, merge_models, merge_states
 from tests.both_programs import main
-from tests.tiny_language import make_tokenizer
+from tests.integration import tiny_training
+from tests.integration.small_world import make_tokenizer
 
 
 def model(seed: int, *, tied: bool = False) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
     words = {"vocab_size": len(make_tokenizer()), "tie_word_embeddings": tied}
-    return LlamaForCausalLM(LlamaConfig(**size, **heads, **words)).eval()
+    return tiny_training.model(seed, layers=2, **words).eval()
 
 
 def saved(one: Any, folder: Path, **options: Any) -> Path:

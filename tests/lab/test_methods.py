@@ -17,7 +17,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.protocol import AttentionCall
 from alphatoken.select.masks import keep_count
-from alphatoken.train.fused_head import top_entropy
+from alphatoken.train.log_prob_proxy import top_entropy
 from alphatoken.train.policies import find_policy, policy
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken.train.sft import padded_batch
@@ -29,6 +29,7 @@ from alphatoken_lab.methods.rho_1 import Rho1
 from alphatoken_lab.methods.sstoken import SsToken, prompt_attention
 from alphatoken_lab.methods.talr import TALR
 from tests.integration import tiny_training as tiny
+from tests.lab.small import stage
 from tests.options_page import arguments, every_method
 from tests.property.test_policies import batch, on_tokens
 
@@ -173,7 +174,8 @@ def test_prompt_attention_averages_heads() -> None:
     assert torch.allclose(prompt_attention(attention_of(query, key), prompt), expected, atol=1e-12)
 
 
-def stage(folder: Path) -> PolicyStage:
+def seven_rows(folder: Path) -> PolicyStage:
+    """Rows of 5 to 11 tokens, one of them of two turns, under a float64 model."""
     rows = []
     generator = torch.Generator().manual_seed(5)
     for i in range(7):
@@ -182,15 +184,7 @@ def stage(folder: Path) -> PolicyStage:
         if i == 3:  # two turns
             labels[4] = -100
         rows.append({"input_ids": ids, "labels": labels})
-    return PolicyStage(
-        model=tiny.model().double(),
-        rows=rows,
-        validation=(),
-        row_batch=lambda chosen: padded_batch(chosen, 0, "cpu"),
-        folder=folder,
-        batch_size=3,
-        progress=False,
-    )
+    return stage(folder, rows, tiny.model().double())
 
 
 def losses_of(found: PolicyStage) -> list[Tensor]:
@@ -211,7 +205,7 @@ def test_flow_by_hand(tmp_path: Path, normalize: bool) -> None:
 
     Proves: FLOW (exact), against numbers by hand.
     """
-    found = stage(tmp_path)
+    found = seven_rows(tmp_path)
     losses = losses_of(found)
     means = [float(row.mean()) for row in losses]
     tau = sorted(means)[3]
@@ -235,14 +229,14 @@ def test_flow_by_hand(tmp_path: Path, normalize: bool) -> None:
 
 def test_flow_by_token_and_temperature(tmp_path: Path) -> None:
     """Proves: FLOW (exact), against numbers by hand."""
-    found = stage(tmp_path)
+    found = seven_rows(tmp_path)
     table = Flow(level="token", tau=2.0).prepare(found)
     expected = torch.cat(losses_of(found)).div(-2).exp()
     assert torch.allclose(torch.as_tensor(table.columns["flow_weights"]), expected, atol=1e-6)
 
 
 def test_flow_budget_over_the_data_set(tmp_path: Path) -> None:
-    found = stage(tmp_path)
+    found = seven_rows(tmp_path)
     flow = Flow(PolicySettings(mode="budget", keep_ratio=0.35))
     table = flow.prepare(found)
     assert int(table.columns["flow_kept"].sum()) == keep_count(0.35, table.tokens)

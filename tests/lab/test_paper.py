@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_json
-from alphatoken.train.selecting import selecting
+from alphatoken.train.trainer_loss import selecting
 from alphatoken_lab.commands.paper import prepare_rows
 from alphatoken_lab.measure.selection_cost import measured_selection
 from alphatoken_lab.paper.exhibits import SCALES, Exhibit, every, find, printed_table, table_of
@@ -96,6 +96,9 @@ def test_an_exhibit_says_what_it_shows(exhibit: Exhibit, tmp_path: Path) -> None
         for group in exhibit.groups_of(scale):
             assert {(group.task, line.method) for line in group.lines} <= have
         assert exhibit.columns[scale] or exhibit.diagnosis
+        # A table is of three seeds, a figure of a diagnosis of one.
+        seeds = {cell.seed for cell in planned.cells if cell.measures is not None}
+        assert seeds == ({0, 1, 2} if exhibit.groups else {0})
     counts = {len(line.printed) for group in exhibit.groups for line in group.lines}
     assert counts <= {0, len(exhibit.columns["full"])}
     assert exhibit.kind == "figure" or counts == {len(exhibit.columns["full"])}
@@ -158,13 +161,6 @@ def test_a_variant_differs_from_alphatoken_in_what_it_names(scale: str, tmp_path
                 assert {k: v for k, v in differing.items() if k not in neutral} == change
                 seen.add(method)
     assert seen == set(CHANGES)
-
-
-def test_a_table_is_of_three_seeds_and_a_diagnosed_figure_of_one(tmp_path: Path) -> None:
-    for exhibit in RUN:
-        for scale in SCALES:
-            found = {c.seed for c in work(exhibit, scale, tmp_path).cells if c.measures is not None}
-            assert found == ({0, 1, 2} if exhibit.groups else {0}), exhibit.label
 
 
 def test_the_paper_s_means_are_means_of_what_it_prints() -> None:
@@ -402,9 +398,8 @@ def test_rows_for_validation_are_no_training_rows(
     assert {tuple(sorted(row)) for row in (*train, *held)} == {("prompt", "response")}
 
 
-def own_fisher(folder: Path, *more: str) -> tuple[list[str], str]:
-    """What the diagnosis of the Fisher is given of its cell, and what the page says of it."""
-    here = work(find("fig:fisher_proxy_fidelity"), "laptop", folder, *more)
+def test_the_fisher_of_a_trained_cell_is_handed_to_its_figure(tmp_path: Path) -> None:
+    here = work(find("fig:fisher_proxy_fidelity"), "laptop", tmp_path, "--layers", "2")
     diagnosed, (task,) = here.exhibit.diagnosis, here.grid.tasks
     assert diagnosed is not None
     (cell,) = [one for one in here.cells if one.policy == diagnosed.model]
@@ -413,15 +408,11 @@ def own_fisher(folder: Path, *more: str) -> tuple[list[str], str]:
         place.mkdir(parents=True)
     write_json(here.folder.place(cell) / "result.json", {"fisher": "abc"})
     file.touch()
-    words = words_of(here, diagnosed, task, folder / "out")
-    return [word.replace(str(file), "ITS OWN") for word in words], about_fisher(here, cell)
-
-
-def test_the_fisher_of_a_trained_cell_is_handed_to_its_figure(tmp_path: Path) -> None:
-    words, said = own_fisher(tmp_path, "--layers", "2")
-    assert words[words.index("--fisher_file") + 1] == "ITS OWN"
+    words = words_of(here, diagnosed, task, tmp_path / "out")
+    assert words[words.index("--fisher_file") + 1] == str(file)
     assert words[words.index("--layers") + 1] == "2"
-    assert "the one that the model was trained with: 16 samples on prompts of fisher.jsonl" in said
+    text = about_fisher(here, cell)
+    assert "the one that the model was trained with: 16 samples on prompts of fisher.jsonl" in text
 
 
 # --- the layout ---------------------------------------------------------------------------------

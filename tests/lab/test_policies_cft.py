@@ -15,6 +15,7 @@ from alphatoken.train.sft import padded_batch
 from alphatoken_lab.methods.cft import CFT, NUMBER, final_answer
 from alphatoken_lab.methods.token_table import TokenTable
 from tests.integration import tiny_training as tiny
+from tests.lab.small import stage
 
 Row = dict[str, Any]
 
@@ -28,13 +29,6 @@ def rows_of(texts: list[tuple[str, str]], tokenizer: Any) -> list[Row]:
         )
         found.append({"input_ids": before + after, "labels": [-100] * len(before) + after})
     return found
-
-
-def stage(folder: Path, rows: list[Row], model: Any, tokenizer: Any) -> PolicyStage:
-    return PolicyStage(
-        model, rows, (), lambda part: padded_batch(part, 0, "cpu"), folder, 3, False,
-        tokenizer=tokenizer,
-    )  # fmt: skip
 
 
 def one_at_a_time(
@@ -94,7 +88,7 @@ def test_critical_tokens_are_those_of_one_continuation_at_a_time(
     model, tokenizer = tiny.model().eval(), tiny.tokenizer()
     rows = rows_of([*TEXTS, own_answer(model, tokenizer)], tokenizer)
     policy = CFT(alternatives=alternatives, max_new_tokens=3, batch=batch)
-    table = policy.measured(stage(tmp_path, rows, model, tokenizer))
+    table = policy.measured(stage(tmp_path, rows, model, tokenizer=tokenizer))
     wanted = [one_at_a_time(row, model, tokenizer, alternatives, 3) for row in rows]
     np.testing.assert_array_equal(table.columns["wrong"], np.concatenate(wanted))
     assert {0.0, 1.0} <= set(table.columns["wrong"].tolist()), "one kind of token only"
@@ -115,7 +109,7 @@ def test_nothing_follows_an_end_token_or_the_models_limit(tmp_path: Path, what: 
     wanted = [one_at_a_time(row, model, tokenizer, 3, 3) for row in rows]
     assert wanted != free, "all are continued"
     policy = CFT(alternatives=3, max_new_tokens=3, batch=7)
-    table = policy.measured(stage(tmp_path, rows, model, tokenizer))
+    table = policy.measured(stage(tmp_path, rows, model, tokenizer=tokenizer))
     np.testing.assert_allclose(table.columns["wrong"], np.concatenate(wanted), atol=1e-6)
 
 
@@ -124,7 +118,7 @@ def test_a_number_of_the_prompt_is_no_answer(tmp_path: Path) -> None:
     model, tokenizer = tiny.model(), tiny.tokenizer()
     answered, silent = rows_of([TEXTS[0], ("5+5=", " who knows")], tokenizer)
     both = {name: answered[name] + silent[name] for name in answered}
-    found = CFT(max_new_tokens=2).measured(stage(tmp_path, [both], model, tokenizer))
+    found = CFT(max_new_tokens=2).measured(stage(tmp_path, [both], model, tokenizer=tokenizer))
     tokens = [sum(label != -100 for label in row["labels"]) for row in (answered, silent)]
     assert found.columns["answered"].tolist() == [1.0] * tokens[0] + [0.0] * tokens[1]
 
@@ -135,7 +129,7 @@ def test_a_number_of_the_prompt_is_no_answer(tmp_path: Path) -> None:
 def test_a_pass_with_other_options_is_made_anew(tmp_path: Path, other: dict[str, Any]) -> None:
     """All but the size of its batches, which changes nothing."""
     model, tokenizer = tiny.model(), tiny.tokenizer()
-    here = stage(tmp_path, rows_of(TEXTS[2:], tokenizer), model, tokenizer)
+    here = stage(tmp_path, rows_of(TEXTS[2:], tokenizer), model, tokenizer=tokenizer)
     for options in ({"max_new_tokens": 1}, {"max_new_tokens": 1, **other}):
         CFT(**options).measured(here)
     assert len(list(tmp_path.glob("cft-*.safetensors"))) == (1 if "batch" in other else 2)
@@ -146,7 +140,7 @@ def test_the_mask_is_kept_and_found_in_any_batch(tmp_path: Path) -> None:
     model, tokenizer = tiny.model(), tiny.tokenizer()
     rows = rows_of([*TEXTS, ("say", " nothing at all")], tokenizer)
     policy = CFT(max_new_tokens=3)
-    here = stage(tmp_path, rows, model, tokenizer)
+    here = stage(tmp_path, rows, model, tokenizer=tokenizer)
     table = policy.prepare(here)
     assert model.training  # as it was
     keep, wrong = table.columns["keep"].astype(bool), table.columns["wrong"]
@@ -193,12 +187,12 @@ def test_what_it_cannot_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no regular expression"):
         CFT(answer="(")
     with pytest.raises(ConfigError, match="no tokenizer"):
-        CFT().prepare(stage(tmp_path, rows, model, None))
+        CFT().prepare(stage(tmp_path, rows, model, tokenizer=None))
     silent = rows_of([("say", " nothing at all")], tokenizer)
     with pytest.raises(DataError, match="the rule of cft"):
-        CFT(max_new_tokens=2).prepare(stage(tmp_path, silent, model, tokenizer))
+        CFT(max_new_tokens=2).prepare(stage(tmp_path, silent, model, tokenizer=tokenizer))
     flat = {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": torch.arange(4)[None]}
-    here = stage(tmp_path / "flat", rows, model, tokenizer)
+    here = stage(tmp_path / "flat", rows, model, tokenizer=tokenizer)
     flat["labels"] = flat["input_ids"]
     packed = PolicyStage(**{**vars(here), "row_batch": lambda part: flat})
     with pytest.raises(UnsupportedError, match="padding_free"):

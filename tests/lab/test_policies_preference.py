@@ -16,7 +16,6 @@ from torch import Tensor
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train.policy import PolicyBatch, PolicySettings
-from alphatoken_lab.methods import attribution, ti_dpo_terms
 from alphatoken_lab.methods.confpo import ConfPO, below_mean_probability
 from alphatoken_lab.methods.preference import (
     PreferencePolicy,
@@ -25,7 +24,16 @@ from alphatoken_lab.methods.preference import (
     weighted_simpo_losses,
 )
 from alphatoken_lab.methods.sepo import SePO
-from alphatoken_lab.methods.ti_dpo import TIDPO, importance_weights
+from alphatoken_lab.methods.ti_dpo import (
+    TIDPO,
+    gradient_attribution,
+    importance_weights,
+    packed,
+    prompts_of,
+    sample_anchors,
+    sequence_kl,
+    triplet_losses,
+)
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.tolerance import close
@@ -297,7 +305,7 @@ def test_attribution_is_finite_differences(case: Pairs, seed: int) -> None:
     """
     model = decoder(seed, hidden=6)
     with torch.no_grad():
-        found = attribution.gradient_attribution(model, case.batch().inputs)
+        found = gradient_attribution(model, case.batch().inputs)
         for row in range(len(case.prompts)):
             wanted = difference_attribution(model, case, row)
             here = found[row][case.real[row] != 0]
@@ -311,8 +319,8 @@ def test_attribution_leaves_the_model_as_it_was() -> None:
     model.layers[0].eval()
     flags = {name: module.training for name, module in model.named_modules()}
     case, state = Pairs((1, 1), (4, 2), "right", 0), torch.get_rng_state()
-    first = attribution.gradient_attribution(model, case.batch().inputs)
-    assert torch.equal(first, attribution.gradient_attribution(model, case.batch().inputs))
+    first = gradient_attribution(model, case.batch().inputs)
+    assert torch.equal(first, gradient_attribution(model, case.batch().inputs))
     assert flags == {name: module.training for name, module in model.named_modules()}
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
     assert not model.embedding._forward_hooks
@@ -327,13 +335,13 @@ def test_attribution_refuses_what_it_cannot_attribute() -> None:
     case = Pairs((1, 1), (4, 2), "right", 0)
     model = Twice(DecoderConfig(), 0)
     with pytest.raises(UnsupportedError, match="2 passes"):
-        attribution.gradient_attribution(model, case.batch().inputs)
+        gradient_attribution(model, case.batch().inputs)
     assert not model.embedding._forward_hooks
     broken = decoder(0)
     with torch.no_grad():
         broken.embedding.weight[int(case.ids()[1, 1])] = math.nan
     with pytest.raises(NumericalError, match="not finite"):
-        attribution.gradient_attribution(broken, case.batch().inputs)
+        gradient_attribution(broken, case.batch().inputs)
 
 
 # --- TI-DPO: optional terms -----------------------------------------------------------------------
@@ -353,20 +361,20 @@ def test_sequence_divergence_is_the_loop(case: Pairs) -> None:
     for row, token in case.mask.nonzero().tolist():
         p, q = theirs[row, token - 1].softmax(-1), ours[row, token - 1].softmax(-1)
         wanted[row] += sum(float(a) * math.log(float(a) / float(b)) for a, b in zip(p, q))  # noqa: B905
-    found = ti_dpo_terms.sequence_kl(ours, theirs, case.mask)
+    found = sequence_kl(ours, theirs, case.mask)
     close(found, wanted, 1.0 + wanted, EXACT, name="KL of the reference and the policy")
-    same = ti_dpo_terms.sequence_kl(theirs, theirs, case.mask)
+    same = sequence_kl(theirs, theirs, case.mask)
     close(same, torch.zeros_like(same), 1.0, EXACT, name="KL of equals")
 
 
 @given(pairs(), st.sampled_from([0.0, 0.5]))
 def test_triplet_losses_are_the_loop(case: Pairs, margin: float) -> None:
     """Proves: TI-DPO (exact), against loops."""
-    names = [ti_dpo_terms.packed(case.log_probs(s), case.mask) for s in (6, 7, 8)]
+    names = [packed(case.log_probs(s), case.mask) for s in (6, 7, 8)]
     rows = [case.response(case.log_probs(s)) for s in (6, 7, 8)]
     # Anchors are as long as the next row's response: lengths differ.
     rolled = tuple(torch.roll(part, 1, 0) for part in names[0])
-    found = ti_dpo_terms.triplet_losses(rolled, names[1], names[2], margin=margin)
+    found = triplet_losses(rolled, names[1], names[2], margin=margin)
     for i, value in enumerate(found.tolist()):
         a, w, l = rows[0][i - 1], rows[1][i], rows[2][i]  # noqa: E741
         near = sum((x - y) ** 2 for x, y in zip(a, w))  # noqa: B905
@@ -378,13 +386,13 @@ def test_anchors_are_drawn_from_the_model_and_not_from_the_world() -> None:
     model = decoder(2, end_token=None)
     case = Pairs((3, 1), (2, 4), "left", 6)
     batch = case.batch()
-    prompts = ti_dpo_terms.prompts_of(batch.inputs, batch.mask)
+    prompts = prompts_of(batch.inputs, batch.mask)
     assert [len(p) for p in prompts] == [3, 1]
     state = torch.get_rng_state()
     adapter = find_adapter(model)
-    one = ti_dpo_terms.sample_anchors(adapter, prompts, most=5, seed=3)
-    again = ti_dpo_terms.sample_anchors(adapter, prompts, most=5, seed=3)
-    other = ti_dpo_terms.sample_anchors(adapter, prompts, most=5, seed=4)
+    one = sample_anchors(adapter, prompts, most=5, seed=3)
+    again = sample_anchors(adapter, prompts, most=5, seed=3)
+    other = sample_anchors(adapter, prompts, most=5, seed=4)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not torch.equal(one["input_ids"], other["input_ids"])
@@ -453,7 +461,7 @@ def test_the_triplet_loss_reaches_policy_through_anchor_and_pairs() -> None:
     # the same by hand: anchors of the same seed, one by one
     seed = int(torch.randint(2**31 - 1, (1,), generator=torch.Generator().manual_seed(1)))
     prompts = [case.ids()[i][: case.prompts[i]] for i in range(2)]
-    anchors = ti_dpo_terms.sample_anchors(find_adapter(model), prompts, most=4, seed=seed)
+    anchors = sample_anchors(find_adapter(model), prompts, most=4, seed=seed)
     ratio = leaf - batch.reference
     losses = []
     for i in range(2):
@@ -556,7 +564,7 @@ def test_missing_inputs_are_refused_by_name() -> None:
     with pytest.raises(InputError, match="chosen rows, then as many rejected"):
         weighted_simpo_losses(torch.zeros(3, 4), torch.ones(3, 4), beta=1.0, gamma=0.0)
     with pytest.raises(InputError, match="no prompt or no chosen response"):
-        ti_dpo_terms.prompts_of({"input_ids": torch.ones(1, 3)}, torch.zeros(1, 3).bool())
+        prompts_of({"input_ids": torch.ones(1, 3)}, torch.zeros(1, 3).bool())
     scores = case.batch(log_probs=case.log_probs().masked_fill(case.mask, math.nan))
     with pytest.raises(NumericalError, match="not finite"):
         ConfPO(PolicySettings("budget")).weights(scores)

@@ -22,20 +22,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
 from alphatoken.model.batch import label_mask
-from alphatoken.train.documents import split_batch
+from alphatoken.train.ledger import split_batch
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage
-from alphatoken.train.sft import padded_batch
-from alphatoken_lab.methods.attention_received import receiving
 from alphatoken_lab.methods.less import LESS, adam_update, fill_tokens
 from alphatoken_lab.methods.lora_warmup import AdamCheckpoint, LoraWarmup, adapted, warm_up
-from alphatoken_lab.methods.otsu import multi_otsu
 from alphatoken_lab.methods.projection import Projection
 from alphatoken_lab.methods.static import keep_best, measure_losses, model_losses, static_pass
 from alphatoken_lab.methods.stm import STM
 from alphatoken_lab.methods.token_cleaning import TokenCleaning
 from alphatoken_lab.methods.token_table import TableHeader, TokenTable
-from alphatoken_lab.methods.xtf import XTF, low_outliers, task_relevance
+from alphatoken_lab.methods.xtf import XTF, low_outliers, multi_otsu, receiving, task_relevance
 from tests.integration.snapshot import Snapshot
+from tests.lab import small
+from tests.lab.small import right_padded
 from tests.property.profiles import budget
 from tests.property.tolerance import close
 
@@ -76,10 +75,6 @@ def left_padded(given: Sequence[Row]) -> dict[str, Tensor]:
     return batch
 
 
-def right_padded(given: Sequence[Row]) -> dict[str, Tensor]:
-    return padded_batch(given, 0, "cpu")
-
-
 def model(seed: int = 0, *, layers: int = 2) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -91,12 +86,7 @@ def model(seed: int = 0, *, layers: int = 2) -> LlamaForCausalLM:
 
 
 def stage(folder: Path, given: Sequence[Row] | None = None, **changes: Any) -> PolicyStage:
-    fields: dict[str, Any] = {
-        "model": model(), "rows": rows() if given is None else given, "validation": (),
-        "row_batch": right_padded, "folder": folder, "batch_size": 3,
-        "progress": False,
-    }  # fmt: skip
-    return PolicyStage(**fields | changes)
+    return small.stage(folder, rows() if given is None else given, **{"model": model(), **changes})
 
 
 def table(sizes: Sequence[int] = (3, 1, 4), **columns: Any) -> TokenTable:

@@ -16,8 +16,8 @@ from trl import DPOTrainer
 from alphatoken.errors import ConfigError, InputError, ModelError
 from alphatoken.model.batch import label_mask
 from alphatoken.train import AlphaDPOTrainer
-from alphatoken.train.micro_batch import MicroBatchPlan
 from alphatoken.train.policy import PolicyBatch
+from alphatoken.train.trainer_loss import MicroBatchPlan
 from alphatoken_lab.methods.preference import PreferencePolicy
 from alphatoken_lab.methods.sepo import SePO
 from tests.integration.tiny_training import (
@@ -178,8 +178,6 @@ def test_sepo_scores_are_the_two_models_own(tmp_path: Path) -> None:
     ("more", "message"),
     [
         ({"policy": "sepo", "policy_options": {"oracle": "/nowhere"}}, "no such model folder"),
-        ({"policy": "ti-dpo", "precompute_ref_log_probs": True}, "sum over a response"),
-        ({"policy": "confpo", "beta": 0.3}, "a beta of its own"),
         ({"policy": "confpo", "loss_type": ["ipo"]}, "loss_type does not change"),
         ({"policy": "confpo", "ld_alpha": 0.5}, "ld_alpha does not change"),
     ],

@@ -18,7 +18,7 @@ from alphatoken.oracle.gradients import token_losses
 from alphatoken.train import AlphaSFTTrainer
 from alphatoken.train.policies.trained_weights import save_weights
 from alphatoken.train.policy import PolicySettings
-from alphatoken_lab.methods import self_evolving
+from alphatoken_lab.methods import token_cleaning
 from alphatoken_lab.methods.token_cleaning import TokenCleaning
 from tests.integration import tiny_training as tiny
 
@@ -110,7 +110,7 @@ def test_killed_between_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             raise KeyboardInterrupt
         keep(model, folder)
 
-    monkeypatch.setattr(self_evolving, "save_weights", counted)
+    monkeypatch.setattr(token_cleaning, "save_weights", counted)
     broken = tmp_path / "broken" / "run"
     with pytest.raises(KeyboardInterrupt):
         run(broken, **options)

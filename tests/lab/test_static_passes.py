@@ -18,15 +18,15 @@ from torch import Tensor
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.support.progress import Tracker
 from alphatoken.train import AlphaSFTTrainer
-from alphatoken.train.policies.standard import Standard
+from alphatoken.train.policies.builtin import Standard
 from alphatoken.train.policy import PolicyStage
-from alphatoken.train.sft import padded_batch
 from alphatoken_lab.methods.static import measure_losses, model_losses, static_pass
 from alphatoken_lab.methods.static_mask import second_model
 from alphatoken_lab.methods.token_table import TokenTable
 from tests.forked import SERVER
 from tests.integration import subjects
 from tests.integration import tiny_training as tiny
+from tests.lab.small import stage
 from tests.property.tolerance import allowed, close
 
 PATIENCE = 240.0
@@ -36,15 +36,6 @@ Row = dict[str, Any]
 def real_rows(name: str, count: int, first: int = 0, length: int = 128) -> list[Row]:
     found = subjects.examples(name, first, count, length)
     return [{"input_ids": list(e.input_ids), "labels": list(e.labels)} for e in found]
-
-
-def right_padded(rows: Any) -> Any:
-    return padded_batch(rows, 0, "cpu")
-
-
-def stage(folder: Path, rows: Any, model: Any, **changes: Any) -> PolicyStage:
-    fields: dict[str, Any] = {"progress": False, "batch_size": 4}
-    return PolicyStage(model, rows, (), right_padded, folder=folder, **fields | changes)
 
 
 # --- reference models -----------------------------------------------------------------------------
@@ -93,7 +84,8 @@ def slowly(model: Any, inputs: Mapping[str, Tensor], labels: Tensor) -> dict[str
 
 
 def run_pass(folder: Path, measure: Any, progress: Any = False) -> TokenTable:
-    at = stage(folder, list(tiny.tokenised(40)), tiny.model(layers=1), progress=progress)
+    rows, own = list(tiny.tokenised(40)), tiny.model(layers=1)
+    at = stage(folder, rows, own, batch_size=4, progress=progress)
     return static_pass(at, at.model, ("loss",), measure, "losses", rows_per_shard=4)
 
 

@@ -11,13 +11,14 @@ import pytest
 from alphatoken import ConfigError
 from alphatoken.support.storage import write_json
 from alphatoken_lab.commands.compare import parse
-from alphatoken_lab.runner.folder import GridFolder
 from alphatoken_lab.runner.grid import Cell, all_cells
 from alphatoken_lab.runner.grid_file import read_grid
-from alphatoken_lab.runner.records import collect, rows_of
+from alphatoken_lab.runner.records import Row, collect, rows_of
+from alphatoken_lab.runner.running import GridFolder
 from tests.both_programs import main
 from tests.lab.forked_cells import forked_cells
-from tests.lab.test_compare import grid_file, write
+from tests.lab.small import write
+from tests.lab.test_compare import grid_file
 
 RATES = [1e-3, 1e-2]
 
@@ -103,44 +104,38 @@ def test_the_best_of_the_choosing_rows_is_taken(
     assert "7 of 7 cells" in capsys.readouterr().out
 
 
-def test_unfinished_tries_are_no_result(model: Path, tmp_path: Path) -> None:
+def test_tries_that_are_unfinished_or_failed(model: Path, tmp_path: Path) -> None:
+    """Other seeds wait for all tries, take the best of those that did not fail, or are given up."""
     cells, folder = cells_of(tuned_grid(tmp_path, model)), GridFolder(tmp_path / "out")
-    first, second = cells["one/standard-native-seed4"].tries
-    for name, loss in ((first, 1.0),):
-        result = {"spec": cells[name].spec(), "details": {"choosing_loss": loss}, "target": 5.0}
-        (folder.place(name) / "model").mkdir(parents=True)
-        write_json(folder.place(name) / "result.json", result)
-    records = collect(list(cells.values()), folder)
-    (line,) = [one for one in rows_of(records, "one") if one.policy == "standard"]
-    assert [r["status"] for r in line.records] == ["missing", "missing"]
-    assert line.records[0]["tried"] == cells[second].tried
+    later, merge = cells["one/standard-native-seed4"], cells["one/wise-ft-native-seed3"]
+    first, second = later.tries
 
+    def fail(name: str) -> None:
+        folder.place(name).mkdir(parents=True, exist_ok=True)
+        write_json(folder.place(name) / "failed.json", {"error": "not finite", "exit_code": 2})
 
-def test_a_try_that_fails_is_the_worst(model: Path, tmp_path: Path) -> None:
-    """Other seeds take the best of the rest; they are given up when all have failed."""
-    cells, folder = cells_of(tuned_grid(tmp_path, model)), GridFolder(tmp_path / "out")
-    first, second = cells["one/standard-native-seed4"].tries
-    later = cells["one/standard-native-seed4"]
+    def line() -> Row:
+        records = collect(list(cells.values()), folder)
+        return next(row for row in rows_of(records, "one") if row.policy == "standard")
+
     result = {"spec": cells[second].spec(), "details": {"choosing_loss": 9.0}, "target": 5.0}
     (folder.place(second) / "model").mkdir(parents=True)
     write_json(folder.place(second) / "result.json", result)
     assert not later.ready({second}, set())
-    folder.place(first).mkdir(parents=True)
-    write_json(folder.place(first) / "failed.json", {"error": "not finite", "exit_code": 2})
+    assert [r["status"] for r in line().records] == ["missing", "missing"]
+    assert line().records[0]["tried"] == cells[first].tried
+    fail(first)
     assert later.ready({second}, {first})
     assert not later.hopeless({first})
     assert folder.best(later.tries) == second
     assert folder.resolved_options(later)["learning_rate"] == RATES[1]
     status = folder.status(cells.values())
     assert (status[first].state, status[later.name].state) == ("failed", "missing")
-    records = collect(list(cells.values()), folder)
-    (line,) = [one for one in rows_of(records, "one") if one.policy == "standard"]
-    assert line.values("target") == [5.0]
+    assert line().values("target") == [5.0]
     (folder.place(second) / "result.json").unlink()
-    write_json(folder.place(second) / "failed.json", {"error": "not finite", "exit_code": 2})
+    fail(second)
     assert set(later.hopeless({first, second})) == {first, second}
     assert folder.status(cells.values())[later.name].state == "blocked"
-    merge = cells["one/wise-ft-native-seed3"]
     assert merge.ready({second}, {first})
     assert merge.hopeless({first, second})
 

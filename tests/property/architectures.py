@@ -43,36 +43,22 @@ ROPES: Mapping[str, Mapping[str, Any] | None] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One family: its classes, its options, and what the estimators need to know of it.
+    """One family: its classes, its options, and what the estimators need to know of it."""
 
-    Attributes:
-        name: as in the tests' ids.
-        config: name of the configuration class.
-        model: name of the causal language model class.
-        options: of the configuration.
-        choices: option -> other values that it may take; "rope" picks one of ``ROPES``.
-        implementations: attention implementations that the family has here; "flash" is a kernel of
-            our own behind transformers' flash wrapper.
-        value: suffix of the linear that makes the value states.
-        output: suffix of the linear that takes the heads' outputs.
-        fused: that linear makes queries and keys as well, in front of the values.
-        key_norm: keys and queries are normalised before they meet.
-        masks_by_type: the model takes one attention mask for each type of layer.
-        experts: it has a mixture of experts, whose weights no linear covers.
-    """
-
-    name: str
-    config: str
-    model: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # as in the tests' ids
+    config: str  # name of the configuration class
+    model: str  # name of the causal language model class
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the configuration
+    # Option -> other values that it may take; "rope" picks one of ``ROPES``.
     choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Attention implementations that the family has here; "flash" is a kernel of our own behind
+    # transformers' flash wrapper.
     implementations: tuple[str, ...] = ("sdpa", "eager", "flash")
-    value: str = "v_proj"
-    output: str = "o_proj"
-    fused: bool = False
-    key_norm: bool = False
-    masks_by_type: bool = False
-    experts: bool = False
+    value: str = "v_proj"  # suffix of the linear that makes the value states
+    output: str = "o_proj"  # suffix of the linear that takes the heads' outputs
+    fused: bool = False  # that linear makes queries and keys as well, in front of the values
+    masks_by_type: bool = False  # the model takes one attention mask for each type of layer
+    experts: bool = False  # it has a mixture of experts, whose weights no linear covers
 
     def changed(self, options: Mapping[str, Any]) -> Architecture:
         """The same family with other options."""
@@ -197,7 +183,6 @@ ARCHITECTURES = (
          "layer_types": _MIXED},
         {**_GROUPS, **_ROPE, "sliding_window": (3, 2), "attention_bias": _FLAG,
          "head_dim": (4, 6)},
-        key_norm=True,
         masks_by_type=True,
     ),
     Architecture(
@@ -214,7 +199,6 @@ ARCHITECTURES = (
     Architecture(
         "qwen3", "Qwen3Config", "Qwen3ForCausalLM", {**_TWO, "head_dim": 4},
         {**_GROUPS, **_ROPE, **_SLIDING, "attention_bias": _FLAG, "head_dim": (4, 6)},
-        key_norm=True,
         masks_by_type=True,
     ),
     Architecture(
@@ -229,7 +213,6 @@ ARCHITECTURES = (
     Architecture(
         "olmo2", "Olmo2Config", "Olmo2ForCausalLM", _TWO,
         {**_GROUPS, **_ROPE, "attention_bias": _FLAG},
-        key_norm=True,
     ),
     Architecture(
         "phi3", "Phi3Config", "Phi3ForCausalLM", _TWO,
@@ -275,7 +258,6 @@ ARCHITECTURES = (
          "moe_intermediate_size": 6, "norm_topk_prob": True},
         {**_GROUPS, **_ROPE, "norm_topk_prob": (True, False), "decoder_sparse_step": (1, 2),
          "attention_bias": _FLAG},
-        key_norm=True,
         experts=True,
     ),
     Architecture(
@@ -291,7 +273,6 @@ ARCHITECTURES = (
                          ["linear_attention", "full_attention", "full_attention"],
                          ["linear_attention", "linear_attention", "full_attention"],
                          ["full_attention", "linear_attention", "linear_attention"])},
-        key_norm=True,
         masks_by_type=True,
     ),
 )  # fmt: skip

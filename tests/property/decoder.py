@@ -30,93 +30,60 @@ from alphatoken.model.protocol import (
 
 @dataclass(frozen=True, repr=False)
 class DecoderConfig:
-    """Structure of a ``ReferenceDecoder``; the numbers in it come from a seed.
+    """Structure of a ``ReferenceDecoder``; the numbers in it come from a seed."""
 
-    Attributes:
-        vocabulary: number of token ids.
-        layers: depth.
-        hidden: width of the residual stream.
-        heads: query heads.
-        kv_heads: key/value heads, a divisor of ``heads``.
-        head_dim: width of a query or key head; even under rotary positions. Independent of
-            ``hidden / heads``, so the projections are not square.
-        value_dim: width of a value head; None for ``head_dim``.
-        attention_scale: factor on q.k; None for ``head_dim ** -0.5``.
-        mlp: "gated" (silu) or "plain" (gelu).
-        mlp_width: inner width of the MLP.
-        norm: "rms", "layernorm" or "none".
-        norm_place: "pre", "post" (on the branch, before it is added) or "sandwich" (both).
-        qk_norm: an RMS norm on each query and key head, before rotation.
-        positions: "rotary", "learned" or "none".
-        rotary_factor: scales rotated queries and keys (YaRN's attention factor).
-        max_positions: size of the learned table; no limit otherwise.
-        bias: biases on every linear of the blocks.
-        softcap: cap of the attention logits.
-        sinks: one learned extra logit a head.
-        windows: sliding window by layer, repeated to the depth; None for full attention, W for
-            the W latest positions, itself included.
-        tied_embeddings: the head shares the embedding's weight.
-        padding_token: the embedding's backward gives this row nothing.
-        rare_tokens: it divides a row's gradient by how often the batch holds the token.
-        fused_qkv: one linear with rows q | k | v.
-        transposed: the blocks' linears store (d_in, d_out), as GPT-2's Conv1D does.
-        repeated_block: the last layer is the first layer's block object again.
-        repeated_linear: an extra linear inside the MLP, called twice.
-        tied_linears: gate and up projection (or, in a plain MLP, the up projections of all
-            layers) are two modules around one weight.
-        final_softcap: cap of the logits.
-        blind_rows: a padding query without any key attends to nothing and outputs zero; by
-            default it attends to itself.
-        additive_mask: attention masks are float64 (0 or the most negative number), not boolean.
-        attention_dropout: on attention weights, in training mode.
-        residual_dropout: on the branches, in training mode.
-        loose_parameter: a matrix in each MLP that is used outside any linear; ``uncovered`` names
-            it.
-        hidden_use: each MLP's up projection is also used outside its module, and nothing says so.
-        conv_mixer: the last layer mixes neighbouring positions by a causal convolution that
-            ``other_mixers`` names.
-        hidden_mixer: the same convolution, and nothing says so.
-        end_token: id that ends a generated sequence, or None.
-    """
-
-    vocabulary: int = 11
-    layers: int = 2
-    hidden: int = 8
-    heads: int = 2
-    kv_heads: int = 2
+    vocabulary: int = 11  # number of token ids
+    layers: int = 2  # depth
+    hidden: int = 8  # width of the residual stream
+    heads: int = 2  # query heads
+    kv_heads: int = 2  # key/value heads, a divisor of ``heads``
+    # Width of a query or key head; even under rotary positions. Independent of ``hidden / heads``,
+    # so the projections are not square.
     head_dim: int = 4
-    value_dim: int | None = None
-    attention_scale: float | None = None
-    mlp: str = "gated"
-    mlp_width: int = 10
-    norm: str = "rms"
+    value_dim: int | None = None  # width of a value head; None for ``head_dim``
+    attention_scale: float | None = None  # factor on q.k; None for ``head_dim ** -0.5``
+    mlp: str = "gated"  # "gated" (silu) or "plain" (gelu)
+    mlp_width: int = 10  # inner width of the MLP
+    norm: str = "rms"  # "rms", "layernorm" or "none"
+    # "pre", "post" (on the branch, before it is added) or "sandwich" (both).
     norm_place: str = "pre"
-    qk_norm: bool = False
-    positions: str = "rotary"
-    rotary_factor: float = 1.0
-    max_positions: int = 32
-    bias: bool = False
-    softcap: float | None = None
-    sinks: bool = False
+    qk_norm: bool = False  # an RMS norm on each query and key head, before rotation
+    positions: str = "rotary"  # "rotary", "learned" or "none"
+    rotary_factor: float = 1.0  # scales rotated queries and keys (YaRN's attention factor)
+    max_positions: int = 32  # size of the learned table; no limit otherwise
+    bias: bool = False  # biases on every linear of the blocks
+    softcap: float | None = None  # cap of the attention logits
+    sinks: bool = False  # one learned extra logit a head
+    # Sliding window by layer, repeated to the depth; None for full attention, W for the W latest
+    # positions, itself included.
     windows: tuple[int | None, ...] = (None,)
-    tied_embeddings: bool = False
-    padding_token: int | None = None
-    rare_tokens: bool = False
-    fused_qkv: bool = False
-    transposed: bool = False
-    repeated_block: bool = False
-    repeated_linear: bool = False
+    tied_embeddings: bool = False  # the head shares the embedding's weight
+    padding_token: int | None = None  # the embedding's backward gives this row nothing
+    rare_tokens: bool = False  # it divides a row's gradient by how often the batch holds the token
+    fused_qkv: bool = False  # one linear with rows q | k | v
+    transposed: bool = False  # the blocks' linears store (d_in, d_out), as GPT-2's Conv1D does
+    repeated_block: bool = False  # the last layer is the first layer's block object again
+    repeated_linear: bool = False  # an extra linear inside the MLP, called twice
+    # Gate and up projection (or, in a plain MLP, the up projections of all layers) are two modules
+    # around one weight.
     tied_linears: bool = False
-    final_softcap: float | None = None
+    final_softcap: float | None = None  # cap of the logits
+    # A padding query without any key attends to nothing and outputs zero; by default it attends to
+    # itself.
     blind_rows: bool = False
+    # Attention masks are float64 (0 or the most negative number), not boolean.
     additive_mask: bool = False
-    attention_dropout: float = 0.0
-    residual_dropout: float = 0.0
+    attention_dropout: float = 0.0  # on attention weights, in training mode
+    residual_dropout: float = 0.0  # on the branches, in training mode
+    # A matrix in each MLP that is used outside any linear; ``uncovered`` names it.
     loose_parameter: bool = False
+    # Each MLP's up projection is also used outside its module, and nothing says so.
     hidden_use: bool = False
+    # The last layer mixes neighbouring positions by a causal convolution that ``other_mixers``
+    # names.
     conv_mixer: bool = False
-    hidden_mixer: bool = False
-    end_token: int | None = 0
+    hidden_mixer: bool = False  # the same convolution, and nothing says so
+    end_token: int | None = 0  # id that ends a generated sequence, or None
 
     def __post_init__(self) -> None:
         """Refuse structures that mean nothing."""

@@ -137,13 +137,13 @@ def _claim(name: str, docstring: str) -> Claim:
 
 def used_by(file: str) -> str:
     """The text of a file of tests and of all that it imports of these folders."""
-    texts, found, waiting = _texts(), set[str](), {file}
+    texts, files, waiting = _texts(), set[str](), {file}
     while waiting:
-        found |= (new := waiting & set(texts))
+        files |= (new := waiting & set(texts))
         named = {word for one in new for line in _IMPORT.findall(texts[one])
                  for word in re.findall(r"\w+", line)}  # fmt: skip
-        waiting = named - found
-    return "\n".join(texts[one] for one in sorted(found))
+        waiting = named - files
+    return "\n".join(texts[one] for one in sorted(files))
 
 
 _IMPORT = re.compile(r"^from tests\.(?:property|lab)(\.\w+| import (?:\([^)]*\)|.*))", re.M)
@@ -157,13 +157,13 @@ def cited() -> set[str]:
         *DOCS.parent.glob("alphatoken/**/*.py"),
         *DOCS.parent.glob("lab/**/*.py"),
     ]
-    found: set[str] = set()
+    labels: set[str] = set()
     for path in texts:
         if path == PAGE:
             continue
         for listed in _CITED.findall(path.read_text(encoding="utf-8")):
-            found |= {label for label in re.findall(r"\w+", listed) if "_" in label}
-    return {label for label in found if re.fullmatch(r"[A-Za-z]+(_[A-Za-z0-9]+)+", label)}
+            labels |= {label for label in re.findall(r"\w+", listed) if "_" in label}
+    return {label for label in labels if re.fullmatch(r"[A-Za-z]+(_[A-Za-z0-9]+)+", label)}
 
 
 _LABEL = r"[A-Za-z0-9]+_\w+"
@@ -174,9 +174,9 @@ def page() -> str:
     """The page: equations, what each test proves and kills, and every mutant."""
     from tests.property.catalogue import LISTED, ROOMS
 
-    found = json.loads(KILLS.read_text(encoding="utf-8"))
+    matrix = json.loads(KILLS.read_text(encoding="utf-8"))
     killed: dict[str, list[str]] = {}
-    for mutant, kills in found.items():
+    for mutant, kills in matrix.items():
         for name, _ in kills["killed_by"]:
             killed.setdefault(name.partition("::")[2], []).append(mutant)
     head = ["Claim", "Against", "Test", "Mutants that it kills", "Kind"]
@@ -203,8 +203,8 @@ def page() -> str:
             "the structure that the mutant needs). The last column says whether the library's "
             "proofs refuse the mutant by themselves, before any value is returned.\n",
             "### Errors that must be noticed\n",
-            _kill_table(LISTED, found),
-            *(f"### {title}\n\n{_kill_table(room, found)}" for title, room in ROOMS.items()),
+            _kill_table(LISTED, matrix),
+            *(f"### {title}\n\n{_kill_table(room, matrix)}" for title, room in ROOMS.items()),
         ]
     )
 
@@ -253,12 +253,12 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 # --- kills ---------------------------------------------------------------------------------------
 
 
-def _kill_table(mutants: Sequence[Mutant], found: Mapping[str, Any]) -> str:
+def _kill_table(mutants: Sequence[Mutant], matrix: Mapping[str, Any]) -> str:
     head = ["Mutant", "What it stands for", "Change", "Killed by", "Own proofs"]
-    return table(head, [_kill_row(mutant, found[mutant.name]) for mutant in mutants])
+    return table(head, [_kill_row(mutant, matrix[mutant.name]) for mutant in mutants])
 
 
-def _kill_row(mutant: Mutant, found: Mapping[str, Any]) -> list[str]:
+def _kill_row(mutant: Mutant, entry: Mapping[str, Any]) -> list[str]:
     changes = [
         f"{code(edit.target)}: {_words(edit.old)} → {_words(edit.new)}" for edit in mutant.edits
     ]
@@ -266,8 +266,8 @@ def _kill_row(mutant: Mutant, found: Mapping[str, Any]) -> list[str]:
         code(mutant.name),
         text(mutant.sentence),
         "; ".join(changes),
-        ", ".join(f"{code(name)} ({number})" for name, number in found["killed_by"]),
-        ", ".join(map(code, found.get("refused_by", ()))) or "no",
+        ", ".join(f"{code(name)} ({number})" for name, number in entry["killed_by"]),
+        ", ".join(map(code, entry.get("refused_by", ()))) or "no",
     ]
 
 
@@ -279,26 +279,26 @@ def hunted() -> dict[str, Any]:
 
     torch.set_num_threads(1)  # one a process; with more they wait for each other, six times as long
     names = [mutant.name for mutant in MUTANTS]
-    found: dict[str, Any] = {}
+    matrix: dict[str, Any] = {}
     surviving: list[str] = []
     begun = time.monotonic()
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=10) as pool:
         for number, (name, kills) in enumerate(pool.imap(_kills, names), 1):
             dead = [kill for kill in kills if not isinstance(kill, str)]
-            found[name] = {"killed_by": [[kill.claim, kill.example] for kill in dead]}
+            matrix[name] = {"killed_by": [[kill.claim, kill.example] for kill in dead]}
             if refused := sorted({kill.refused for kill in dead if kill.refused}):
-                found[name]["refused_by"] = refused
+                matrix[name]["refused_by"] = refused
             surviving += [f"'{name}' survives {kill}" for kill in kills if isinstance(kill, str)]
             left = (time.monotonic() - begun) / number * (len(names) - number)
             print(f"{number} of {len(names)}, {left:.0f} s left: {name}", file=sys.stderr)
     if surviving:
         raise SystemExit("a property is missing: " + "; ".join(surviving))
-    return found
+    return matrix
 
 
-def write_kills(found: Mapping[str, Any]) -> None:
+def write_kills(matrix: Mapping[str, Any]) -> None:
     """A line a mutant, so that changes can be read."""
-    lines = [f" {json.dumps(name)}: {json.dumps(kills)}" for name, kills in found.items()]
+    lines = [f" {json.dumps(name)}: {json.dumps(kills)}" for name, kills in matrix.items()]
     KILLS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
@@ -307,13 +307,13 @@ def _kills(name: str) -> tuple[str, list[Kill | str]]:
     from tests.property.catalogue import BY_NAME
     from tests.property.mutation import hunt
 
-    found: list[Kill | str] = []
+    kills: list[Kill | str] = []
     for one in BY_NAME[name].claims:
         try:
-            found.append(hunt(BY_NAME[name], one, refusals=True) or one.name)
+            kills.append(hunt(BY_NAME[name], one, refusals=True) or one.name)
         except Exception as error:  # all that is to be mended is said at the end, at once
-            found.append(f"{one.name}, which stops: {error!r:.200}")
-    return name, found
+            kills.append(f"{one.name}, which stops: {error!r:.200}")
+    return name, kills
 
 
 def _words(source: str) -> str:

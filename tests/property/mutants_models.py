@@ -11,9 +11,11 @@ from tests.property import (
     test_experts,
     test_hybrids,
     test_kernels,
+    test_plain_adapter,
 )
 from tests.property.mutants import calls
 from tests.property.mutation import Claim, claim, row
+from tests.property.setups import setups
 from tests.property.test_delta import delta_cases
 from tests.property.test_experts import MixtureCase
 from tests.property.test_hybrids import FULL, LINEAR, HybridCase
@@ -40,10 +42,18 @@ def uncovered(name: str) -> Claim:
     return claim(test_adapters.test_what_is_not_scored_is_named, name, examples=1)
 
 
-REGISTRY = claim(test_adapters.test_overrides_leave_nothing_behind, "llama", 5, examples=1)
+REGISTRY = claim(
+    test_adapters.test_overrides_in_any_order, [0, 0, 1], None, set(), True, examples=1
+)
 DECODING = claim(test_adapters.test_decoding_is_the_forward, "gpt2", 4, examples=1)
 MIXERS = claim(test_adapters.test_layers_without_softmax_are_named, "direct", examples=1)
 LIMIT = claim(test_adapters.test_rows_beyond_the_limit_are_refused, "llama", examples=1)
+
+
+def defaults(**pins: object) -> Claim:
+    """Default methods of an adapter, with a block that is used twice or a matrix left out."""
+    check = test_plain_adapter.test_defaults_are_what_a_written_adapter_says
+    return claim(check, setups(transposed=False, layers=2, **pins), frozenset({3, 4, 5, 6, 7}))
 
 
 ADAPTERS = (
@@ -75,6 +85,18 @@ ADAPTERS = (
         "a layer without a self-only rule passes as one with it",
         ("model.transformers.TransformersAdapter.other_mixers",
          "if kind not in _SOFTMAX_LAYERS:", "if False:")),
+    row("default-linears-hold-frozen-weights", defaults(),
+        "an adapter's default puts linears that do not train in scope",
+        ("model.protocol.DecoderAdapter.scored_linears",
+         "and module.weight.requires_grad", "and True")),
+    row("default-puts-a-repeated-block-at-its-last-place", defaults(repeated_block=True),
+        "an adapter's default gives the linears of a block that is used twice the later layer",
+        ("model.protocol.DecoderAdapter.scored_linears",
+         "layer_of.setdefault(module, layer)", "layer_of[module] = layer")),
+    row("default-report-is-empty", defaults(loose_parameter=True),
+        "an adapter's default leaves a trainable matrix out, and nothing says so",
+        ("model.protocol.DecoderAdapter.uncovered",
+         "id(parameter) in inside - covered", "id(parameter) in covered - inside")),
     row("attention-scale-not-passed-on", call("gemma3", query_pre_attn_scalar=9),
         "the call's scale is 1 / sqrt(d) whatever the model says",
         ("model.dispatch._translated", "float(scale) if scale is not None else query", "query")),
@@ -143,28 +165,28 @@ def understood(name: str, how: str) -> Claim:
 KERNELS = (
     row("documents-see-each-other", weights("documents"),
         "documents that a kernel keeps apart see each other in the recomputed weights",
-        ("model.causal.CausalStructure.block", "(own == other)", "(own == own)")),
+        ("model.attention.CausalStructure.block", "(own == other)", "(own == own)")),
     row("padding-is-a-document", weights("holes"),
         "padding attends to padding, where the kernel leaves it out",
-        ("model.causal.CausalStructure.block", "(own >= 0)", "(own >= -1)")),
+        ("model.attention.CausalStructure.block", "(own >= 0)", "(own >= -1)")),
     row("kernel-window-one-wider", weights("sliding"),
         "a window of w positions reaches w positions back beside the query's own",
-        ("model.causal.CausalStructure.block", "k - t < self.window", "k - t <= self.window")),
+        ("model.attention.CausalStructure.block", "k - t < self.window", "k - t <= self.window")),
     row("document-window-one-wider", weights("sliding documents"),
         "a window reaches one token further back, where documents are given",
-        ("model.causal.CausalStructure.block",
+        ("model.attention.CausalStructure.block",
          "places[:, None, columns] < self.window", "places[:, None, columns] <= self.window")),
     row("window-counts-padding", weights("sliding holes"),
         "padding inside a document counts in the distance that a window allows",
-        ("model.causal.CausalStructure._tokens_before",
+        ("model.attention.CausalStructure._tokens_before",
          "(self.documents >= 0).long().cumsum(-1)", "(self.documents >= -1).long().cumsum(-1)")),
     row("padding-ends-a-document", weights("holes"),
         "keys before padding inside their own document are left out of a block",
-        ("model.causal.CausalStructure._document_begins",
+        ("model.attention.CausalStructure._document_begins",
          "torch.where(token, places, -1)", "torch.where(token, places, places)")),
     row("first-key-one-late", weights("sliding"),
         "the first key of a block with a window is left out",
-        ("model.causal.CausalStructure.first_key",
+        ("model.attention.CausalStructure.first_key",
          "rows.start - self.window + 1", "rows.start - self.window + 2")),
     row("flash-padding-attended", understood("llama", "mask"),
         "the padding mask of a flash kernel is not read",
@@ -203,18 +225,18 @@ SERVES = claim(test_experts.test_one_forward_serves_both, CASE, examples=1)
 EXPERTS = (
     row("expert-of-the-row-beside", LOOP,
         "a row of an expert meets the direction of the expert before it",
-        ("estimate.contraction.contract_experts", "@ m[expert]", "@ m[expert - 1]")),
+        ("direction.contraction.contract_experts", "@ m[expert]", "@ m[expert - 1]")),
     row("first-of-the-chosen-experts", LOOP,
         "of the experts that a token was sent to, only the first one is valued",
-        ("estimate.contraction.contract_experts",
+        ("direction.contraction.contract_experts",
          "view(experts.shape).sum(-1)", "view(experts.shape)[..., 0]")),
     row("last-of-the-chosen-experts", LOOP,
         "the sum over a position's uses of experts is replaced by the last of them",
-        ("estimate.contraction.contract_experts",
+        ("direction.contraction.contract_experts",
          "view(experts.shape).sum(-1)", "view(experts.shape)[..., -1]")),
     row("rows-of-experts-one-position-late", LOOP,
         "values of routed rows fall to the position after theirs",
-        ("estimate.contraction.contract_experts",
+        ("direction.contraction.contract_experts",
          "view(experts.shape).sum(-1)", "view(experts.shape).sum(-1).roll(1, -1)")),
     row("rows-of-padding-for-rows-of-tokens", values(CASE),
         "rows are put back into a batch that is read from its other end, padding first",
@@ -257,10 +279,10 @@ EXPERTS = (
         ("model.capture.Recorder.on_linear", "return rows.view(s.shape)", "return None")),
     row("gradient-of-the-expert-before", EXPLAINED,
         "the weight gradient of an expert is that of the one before it",
-        ("estimate.contraction.expert_outer_sums", "sums[expert] =", "sums[expert - 1] =")),
+        ("direction.contraction.expert_outer_sums", "sums[expert] =", "sums[expert - 1] =")),
     row("router-not-named", values(CASE),
         "where experts are captured, the report leaves their router out",
-        ("model.scope.find_scope", "if name not in captured}", "if name not in uncovered}")),
+        ("model.scope._scope_of_linears", "if name not in captured}", "if name not in uncovered}")),
     row("experts-of-every-model", SERVES,
         "another model's experts run through the rows too",
         ("model.dispatch.ExpertsDispatch.__call__", "self.active.get(module, ())",
@@ -280,7 +302,6 @@ GROUPS = claim(
     test_delta.test_the_self_backward_holds_the_incoming_state,
     delta_cases(t=st.just(5), d=st.just(3), g=st.just(2), r=st.just(2), silent=st.just(0)),
 )
-ORDINARY = claim(test_delta.test_the_ordinary_backward_is_the_kernels, LONG)
 MODES = claim(test_delta.test_one_forward_of_the_rule_serves_both_backwards, LONG)
 TAPS = claim(
     test_delta.test_the_convolution_alone, delta_cases(t=st.just(5), w=st.sampled_from([2, 4]))
@@ -386,26 +407,27 @@ DELTA_NETS = (
          "self.cut(self.decay).exp().unsqueeze(-2)")),
     row("delta-window-off-by-one", PROPAGATED,
         "a position more than the window",
-        ("model.uses.DeltaUse.propagated",
+        ("model.delta_rule.DeltaUse.propagated",
          "None if window is None else window - j)", "None if window is None else window - j + 1)")),
     row("delta-window-from-the-value", PROPAGATED,
         "the window begins at the value that a tap reaches",
-        ("model.uses.DeltaUse.propagated", "None if window is None else window - j)", "window)")),
+        ("model.delta_rule.DeltaUse.propagated",
+         "None if window is None else window - j)", "window)")),
     row("delta-own-position-propagated", PROPAGATED,
         "the read of the own write counts as direct and as causal",
-        ("model.uses.DeltaUse.propagated", "(int(j == 0),", "(0,")),
+        ("model.delta_rule.DeltaUse.propagated", "(int(j == 0),", "(0,")),
     row("delta-write-of-a-tap-left-out", PROPAGATED,
         "what a tap brings to a later position is not read there",
-        ("model.uses.DeltaUse.propagated", "(int(j == 0),", "(1,")),
+        ("model.delta_rule.DeltaUse.propagated", "(int(j == 0),", "(1,")),
     row("delta-propagation-by-the-last-tap", VALUES,
         "values move by the rule, and not by the convolution",
-        ("model.convolution.ConvolutionStatistics.gathered", "errors[:length]", "errors[:1]")),
+        ("model.delta_rule.ConvolutionStatistics.gathered", "errors[:length]", "errors[:1]")),
     row("delta-taps-in-reverse", TAPS,
         "the tap that lies j back is taken from the other end",
-        ("model.convolution.ConvolutionStatistics.gathered", "-1 - back, None", "back, None")),
+        ("model.delta_rule.ConvolutionStatistics.gathered", "-1 - back, None", "back, None")),
     row("delta-slope-of-the-wrong-position", PROPAGATED,
         "a tap's activation is that of the position it leaves",
-        ("model.convolution.ConvolutionStatistics.gathered",
+        ("model.delta_rule.ConvolutionStatistics.gathered",
          "moved = self.taps[:, -1 - back, None] * slope",
          "moved = self.taps[:, -1 - back, None] * slope.roll(back, -1)")),
     row("delta-heads-averaged-where-they-are-not",
@@ -418,25 +440,25 @@ DELTA_NETS = (
         ("model.delta_rule.DeltaStatistics.carried", "if mean:", "if False:")),
     row("convolution-keeps-all-taps", TAPS,
         "self mode sends errors to earlier positions by the convolution",
-        ("model.convolution.ConvolutionStatistics.own",
+        ("model.delta_rule.ConvolutionStatistics.own",
          "self.taps[:, -1:] * self.slope() * error.to(self.dtype)",
          "self.gathered([error] * self.width)")),
     row("convolution-keeps-its-first-tap", TAPS,
         "the tap that lies farthest back is taken for the own one",
-        ("model.convolution.ConvolutionStatistics.own", "self.taps[:, -1:]", "self.taps[:, :1]")),
+        ("model.delta_rule.ConvolutionStatistics.own", "self.taps[:, -1:]", "self.taps[:, :1]")),
     row("convolution-forgets-its-activation", TAPS,
         "the slope of the activation is taken for one",
-        ("model.convolution.ConvolutionStatistics.own", "* self.slope() *", "*")),
+        ("model.delta_rule.ConvolutionStatistics.own", "* self.slope() *", "*")),
     row("convolution-forgets-its-bias",
         claim(test_delta.test_the_convolution_alone,
             delta_cases(bias=st.just(True), activation=st.just(True))),
         "the activation's slope is taken without the bias",
-        ("model.convolution.ConvolutionStatistics.slope", "self.bias, groups", "None, groups")),
+        ("model.delta_rule.ConvolutionStatistics.slope", "self.bias, groups", "None, groups")),
     row("delta-rule-passes-everything", SELF,
         "self mode is the ordinary backward of the rule",
         ("model.switch._Tap.backward", 'ctx.switch.mode != "self"', "True"),
         ("model.switch._Gate.backward", 'ctx.switch.mode != "self"', "True")),
-    row("delta-rule-passes-itself-always", (ORDINARY, MODES),
+    row("delta-rule-passes-itself-always", MODES,
         "training through the same graph gets self-only gradients of the rule",
         ("model.switch._Tap.backward", 'ctx.switch.mode != "self"', "False")),
     row("delta-names-left-replaced", PUT_BACK,
@@ -452,5 +474,5 @@ DELTA_NETS = (
         ("model.delta_dispatch.rerouted", "always_call=True", "always_call=False")),
     row("delta-state-of-a-cache-not-noticed", CACHED,
         "a pass that goes on from a state is valued",
-        ("model.delta_dispatch._step", "cached=initial_state is not None", "cached=False")),
+        ("model.delta_dispatch._step", "cached=cached", "cached=False")),
 )  # fmt: skip

@@ -23,10 +23,11 @@ import copy
 import functools
 import importlib
 import inspect
+import textwrap
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -38,11 +39,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from alphatoken.errors import CoverageError, InputError, ModelError, UnsupportedError
-from alphatoken.estimate import proofs
-from alphatoken.estimate.derivatives import Disagreement
-from alphatoken.scoring import label
+from alphatoken.estimate import label, proofs
 from tests.property import profiles  # noqa: F401  (loaded before anything is drawn)
-from tests.property.sources import Definition, definition, place, source_of
 
 WHOLE_MODEL, ONE_CALL = 6, 20
 """Examples of a property that runs the scorer, and of one that calls a single function."""
@@ -121,8 +119,8 @@ def claim(
 def body(test: Callable[..., None]) -> Callable[..., None]:
     """The property itself: a test without what Hypothesis draws for it."""
     inner = getattr(test, "hypothesis", None)
-    found: Callable[..., None] = test if inner is None else inner.inner_test
-    return found
+    function: Callable[..., None] = test if inner is None else inner.inner_test
+    return function
 
 
 def _strategy(value: Any) -> st.SearchStrategy[Any]:
@@ -168,24 +166,81 @@ def row(
     return Mutant(name, claims, sentence, tuple(Edit(*edit) for edit in edits), of_proofs)
 
 
+# --- where a function stands in the sources -------------------------------------------------------
+
+PACKAGE = TESTS.parent / "alphatoken"
+LAB = TESTS.parent / "lab" / "alphatoken_lab"
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@functools.cache
+def _parsed(file: Path) -> tuple[str, ast.Module]:
+    text = file.read_text(encoding="utf-8")
+    return text, ast.parse(text)
+
+
+def place(target: str) -> tuple[Path, str, list[str]]:
+    """(file, module, names inside) of a dotted path, found without importing anything.
+
+    Functions of the lab are named by its rooms: "methods.stm.STM.scores".
+    """
+    parts = target.split(".")
+    here = package = LAB if (LAB / parts[0]).is_dir() else PACKAGE
+    for index, part in enumerate(parts):
+        if (here / part).is_dir():
+            here = here / part
+            continue
+        if (here / f"{part}.py").is_file():
+            file, used = here / f"{part}.py", index + 1
+        else:
+            file, used = here / "__init__.py", index
+        return file, ".".join([package.name, *parts[:used]]), parts[used:]
+    raise LookupError(f"{target} is a package, not a function")
+
+
+def definition(target: str) -> tuple[str, Definition, list[str]]:
+    """(text of the file, node of the function, names of the classes around it)."""
+    file, _, (*classes, name) = place(target)
+    text, tree = _parsed(file)
+    scope: list[ast.stmt] = tree.body
+    for owner in classes:
+        scope = next(n for n in scope if isinstance(n, ast.ClassDef) and n.name == owner).body
+    nodes = [n for n in scope if isinstance(n, Definition) and n.name == name]
+    if not nodes:
+        raise LookupError(f"there is no function {target}: its mutants must follow")
+    return text, nodes[0], classes  # of a property the getter, which stands first
+
+
+def source_of(target: str) -> str:
+    """Source of a function of the library, decorators included, dedented."""
+    text, node, _ = definition(target)
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
+
+
 # --- applying it ---------------------------------------------------------------------------------
 
 
 def function_of(target: str) -> FunctionType:
     """The innermost function that a dotted path means: below decorators, checks and properties."""
-    _, module, path = place(target)
-    owner: Any = importlib.import_module(module)
-    for part in path[:-1]:
-        owner = getattr(owner, part)
-    found = vars(owner)[path[-1]]
-    while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
-        for inside in ("__func__", "fget", "__wrapped__", "func"):
-            if (next_one := getattr(found, inside, None)) is not None:
-                found = next_one
+    function = _attribute(target)
+    while not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        for wrapper in ("__func__", "fget", "__wrapped__", "func"):
+            if (inner := getattr(function, wrapper, None)) is not None:
+                function = inner
                 break
         else:
-            raise LookupError(f"{target} is no function: {found!r}")
-    return found
+            raise LookupError(f"{target} is no function: {function!r}")
+    return function
+
+
+def _attribute(target: str) -> Any:
+    """What stands under a dotted path, decorators and all."""
+    _, module, path = place(target)
+    value: Any = importlib.import_module(module)
+    for name in path:
+        value = inspect.getattr_static(value, name)
+    return value
 
 
 def _edited(target: str, edits: list[Edit]) -> Definition:
@@ -225,11 +280,11 @@ def _compiled(target: str, node: Definition, call: str) -> FunctionType:
     exec(compile(tree, f"<mutant of {target}>", "exec", flags=flags), function.__globals__, names)
     for owner in classes:
         names = vars(names[owner])
-    found = names[node.name]
-    found = getattr(found, "__func__", found)  # __new__ and __init_subclass__ wrap themselves
-    if found.__code__.co_freevars != function.__code__.co_freevars:
-        raise LookupError(f"{target}: the mutant closes over {found.__code__.co_freevars}")
-    return found
+    made = names[node.name]
+    made = getattr(made, "__func__", made)  # __new__ and __init_subclass__ wrap themselves
+    if made.__code__.co_freevars != function.__code__.co_freevars:
+        raise LookupError(f"{target}: the mutant closes over {made.__code__.co_freevars}")
+    return made
 
 
 @contextmanager
@@ -269,11 +324,7 @@ def replaced(new: dict[str, Definition]) -> Iterator[Counter[str]]:
 
 def _forget(target: str) -> None:
     """Empty the function's own cache, if it has one."""
-    _, module, path = place(target)
-    found: Any = importlib.import_module(module)
-    for part in path:
-        found = inspect.getattr_static(found, part)
-    getattr(found, "cache_clear", lambda: None)()
+    getattr(_attribute(target), "cache_clear", lambda: None)()
 
 
 @contextmanager
@@ -287,15 +338,22 @@ def applied(mutant: Mutant) -> Iterator[Counter[str]]:
 
 
 @contextmanager
-def without_proofs() -> Iterator[None]:
-    """The scorer takes what it would prove for granted; documents alone are still proved."""
+def without_proofs(*, trainers: bool = False) -> Iterator[None]:
+    """The scorer takes what it would prove for granted; documents alone are still proved.
+
+    With ``trainers``, which need TRL, they take its fused head for granted too.
+    """
     granted: dict[str, Any] = {
         "prove_coverage": lambda *_: 0.0,
         "prove_isolation": lambda *_: None,
         "prove_causality": lambda *_: True,
     }
-    agree = mock.Mock(**{"return_value.compare.return_value": Disagreement(0.0, 1.0)})
-    with mock.patch.multiple(proofs, **granted), mock.patch.object(label, "DerivativeProof", agree):
+    agree = mock.Mock(**{"return_value.compare.return_value": (0.0, None)})
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(proofs, **granted))
+        stack.enter_context(mock.patch.object(label, "DerivativeProof", agree))
+        if trainers:
+            stack.enter_context(mock.patch("alphatoken.train.mixin.require_fused_head"))
         yield
 
 
@@ -343,7 +401,7 @@ def hunt(mutant: Mutant, claim: Claim, *, refusals: bool = False) -> Kill | None
     """
     if claim.late:
         importlib.import_module(claim.late)
-    seen = 0
+    examples = 0
 
     @settings(
         max_examples=claim.examples,
@@ -355,22 +413,24 @@ def hunt(mutant: Mutant, claim: Claim, *, refusals: bool = False) -> Kill | None
     )
     @given(claim.arguments)
     def search(arguments: tuple[Any, ...]) -> None:
-        nonlocal seen
-        seen += 1
-        if (kill := _try(mutant, claim, arguments, seen, refusals=refusals)) is not None:
+        nonlocal examples
+        examples += 1
+        if (kill := _try(mutant, claim, arguments, examples, refusals=refusals)) is not None:
             raise _Killed(kill)
 
     try:
         search()
-    except _Killed as found:
-        return found.kill
+    except _Killed as killed:
+        return killed.kill
     return None
 
 
 def _try(
     mutant: Mutant, claim: Claim, arguments: tuple[Any, ...], number: int, *, refusals: bool
 ) -> Kill | None:
-    with nullcontext() if mutant.of_proofs else without_proofs(), without_shapes():
+    trainers = "trl" in claim.needs
+    granted = nullcontext() if mutant.of_proofs else without_proofs(trainers=trainers)
+    with granted, without_shapes():
         try:
             with applied(mutant) as calls:
                 claim.check(*arguments)
@@ -398,14 +458,14 @@ _clean: set[tuple[Callable[..., None], tuple[Any, ...]]] = set()
 
 def _require_clean(claim: Claim, arguments: tuple[Any, ...]) -> None:
     """Raise if the example fails without any mutant; one look is enough where it has a name."""
-    known = all(map(_named, arguments))
-    if known and (claim.check, arguments) in _clean:
+    hashable = all(map(_named, arguments))
+    if hashable and (claim.check, arguments) in _clean:
         return
     try:
         claim.check(*arguments)
     except AssertionError as error:
         raise RuntimeError(f"{claim.name} fails without any mutant: {arguments!r}") from error
-    if known:
+    if hashable:
         _clean.add((claim.check, arguments))
 
 

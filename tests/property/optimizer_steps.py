@@ -46,8 +46,8 @@ def other(name: str) -> Callable[..., torch.optim.Optimizer]:
 
     def make(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
         package = pytest.importorskip("torch_optimizer", reason="torch_optimizer is not installed")
-        found: torch.optim.Optimizer = getattr(package, name)(*arguments, **options)
-        return found
+        result: torch.optim.Optimizer = getattr(package, name)(*arguments, **options)
+        return result
 
     return make
 
@@ -150,8 +150,8 @@ class Case:
         """Parameter and optimizer after the steps."""
         parameter = torch.nn.Parameter(self.tensor(0).to(self.kind.dtype))
         optimizer = build(self.kind, parameter)
-        for taken in range(self.steps):
-            step(parameter, optimizer, 0.5 * self.tensor(1) + self.tensor(10 + taken))
+        for number in range(self.steps):
+            step(parameter, optimizer, 0.5 * self.tensor(1) + self.tensor(10 + number))
         return parameter, optimizer
 
     def moved(self, weight: float) -> Tensor:

@@ -32,8 +32,8 @@ FLOOR = 1e-16
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a run was asked for: the options of the trainers that the reference knows.
+class RunConfig:
+    """Options of the trainers that the reference knows.
 
     ``family`` is the trainer: TRL's for "sft" and "dpo", transformers' own for "lm". ``loss`` is
     SFT's, "nll" or "dft".
@@ -113,7 +113,7 @@ Micro = tuple[Document, ...]
 
 
 @dataclass(frozen=True)
-class Told:
+class RunData:
     """What the reference does not decide: the data that each step met.
 
     ``validation[s]`` and ``retention[s]`` are the documents that step s was measured against (of a
@@ -134,9 +134,9 @@ class Step:
 
     ``values`` and ``scales`` hold, micro-batch by micro-batch, each component of the tokens in
     order ("total" among them) and the sum of its absolute terms.
-    ``gradient`` is what the optimizer gets, ``parameters`` what
-    it leaves; both flat, ``gradient_scale`` sums absolute terms.
-    ``chosen`` are the weights by the reference, ``weights`` those it goes on with (see ``Told``).
+    ``gradient`` is what the optimizer gets, ``parameters`` what it leaves; both flat,
+    ``gradient_scale`` sums absolute terms. ``chosen`` are the weights by the reference, ``weights``
+    those it goes on with (see ``RunData``).
     """
 
     values: list[dict[str, Tensor]] = field(default_factory=list)
@@ -169,10 +169,10 @@ class PlainAttention:
         length = query.shape[-2]
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
         alpha = logits.masked_fill(later, -torch.inf).softmax(-1)
-        found = alpha @ value
+        heads = alpha @ value
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        self.alpha[layer], self.outputs[layer] = alpha.detach(), found
-        return found.transpose(1, 2), None
+        self.alpha[layer], self.outputs[layer] = alpha.detach(), heads
+        return heads.transpose(1, 2), None
 
 
 plain_attention = PlainAttention()
@@ -208,25 +208,25 @@ class Replay:
     """The run again: ``steps`` after construction, ``ledger`` beside them.
 
     Args:
-        asked: the options.
+        config: the options.
         model: at the weights before training; it is moved along.
-        told: the data.
+        data: the data.
         fisher: by parameter name, a diagonal, or the pair (S_F, A_F).
         reference: weights of the scored layers that the drift is measured from.
     """
 
     def __init__(
         self,
-        asked: Asked,
+        config: RunConfig,
         model: nn.Module,
-        told: Told,
+        data: RunData,
         fisher: Mapping[str, Any],
         reference: Mapping[str, Tensor],
     ) -> None:
-        self.asked, self.model, self.told = asked, model.eval(), told
+        self.config, self.model, self.data = config, model.eval(), data
         self.fisher, self.reference = fisher, reference
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.modules = scored(model, asked.layers)
+        self.modules = scored(model, config.layers)
         self.names = [f"{name}.weight" for name in self.modules]
         places, start = {}, 0
         for name, parameter in self.parameters.items():
@@ -236,9 +236,9 @@ class Replay:
         self.clip = 1.0  # by which the last step's gradient was cut
         self.omegas: list[float] = []
         self.base: dict[Document, Tensor] = {}  # reference log-probabilities, of the first weights
-        everyone = [d for step in told.micro for micro in step for d in micro]
-        everyone += [d for part in (*told.validation, *told.retention, told.held_out) for d in part]
-        if asked.family == "dpo":
+        everyone = [d for step in data.micro for micro in step for d in micro]
+        everyone += [d for part in (*data.validation, *data.retention, data.held_out) for d in part]
+        if config.family == "dpo":
             for document in everyone:
                 self.base[document] = -self.losses(document).detach()
         self.ledger: dict[Any, tuple[Any, Any]] = {}  # tables, and sums of absolute terms
@@ -248,8 +248,8 @@ class Replay:
         self.built: int | None = None
         self.stale = False
         self.look: dict[str, float] = {}  # the last look at the validation objective
-        self.seen = 0  # tokens trained on
-        self.steps = [self.run(step) for step in range(asked.steps)]
+        self.token_count = 0  # tokens trained on
+        self.steps = [self.run(step) for step in range(config.steps)]
 
     # --- tokens ------------------------------------------------------------------------------
 
@@ -270,10 +270,10 @@ class Replay:
 
     def gradient(self, loss: Tensor, *, retain: bool = False) -> dict[str, Tensor]:
         """d loss / d parameter, all that are trained."""
-        found = torch.autograd.grad(
+        parts = torch.autograd.grad(
             loss, list(self.parameters.values()), retain_graph=retain, materialize_grads=True
         )
-        return dict(zip(self.parameters, found, strict=True))
+        return dict(zip(self.parameters, parts, strict=True))
 
     def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """One vector in the order of the parameters; what is not named is zero."""
@@ -292,13 +292,13 @@ class Replay:
 
     def objective(self, documents: Sequence[Document]) -> tuple[Tensor, int]:
         """Sum of the objective and what its mean divides by in a log: tokens, or pairs."""
-        if self.asked.family != "dpo":
+        if self.config.family != "dpo":
             losses = [self.losses(d).sum() for d in documents if d.places]
             return torch.stack(losses).sum(), sum(len(d.places) for d in documents)
         terms = []
         for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
             better, worse = (-self.losses(d).sum() - self.base[d].sum() for d in (chosen, rejected))
-            terms.append(-nn.functional.logsigmoid(self.asked.beta * (better - worse)))
+            terms.append(-nn.functional.logsigmoid(self.config.beta * (better - worse)))
         return torch.stack(terms).sum(), len(terms)
 
     def objective_gradient(self, documents: Sequence[Document]) -> dict[str, Tensor]:
@@ -308,7 +308,7 @@ class Replay:
 
     def due(self, step: int) -> None:
         """A new direction, of the rows drawn for this step, unless an earlier one is still used."""
-        if self.built is None or step - self.built >= self.asked.direction_steps:
+        if self.built is None or step - self.built >= self.config.direction_steps:
             self.built, self.stale = step, True
 
     def build(self, step: int) -> None:
@@ -320,22 +320,22 @@ class Replay:
         here = {n: self.parameters[n].detach().double() for n in self.names}
         self.gain = {n: torch.zeros_like(w) for n, w in here.items()}
         self.keep = {n: torch.zeros_like(w) for n, w in here.items()}
-        if self.asked.objective != "stability":
-            found = self.objective_gradient(self.told.validation[rows])
-            self.gain = {n: found[n].double() for n in self.names}
-        if self.asked.objective != "adaptation":
+        if self.config.objective != "stability":
+            gain = self.objective_gradient(self.data.validation[rows])
+            self.gain = {n: gain[n].double() for n in self.names}
+        if self.config.objective != "adaptation":
             self.keep |= self.retention(rows, here)
-        if self.asked.preconditioner == "frozen":
+        if self.config.preconditioner == "frozen":
             scale = self.preconditioner(step, None)
             self.gain = {n: scale[n] * g for n, g in self.gain.items()}
             self.keep = {n: scale[n] * v for n, v in self.keep.items()}
 
     def retention(self, step: int, here: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """V at the current weights."""
-        kind = self.asked.retention
+        kind = self.config.retention
         if kind == "data":
-            found = self.objective_gradient(self.told.retention[step])
-            return {n: found[n].double() for n in self.names}
+            keep = self.objective_gradient(self.data.retention[step])
+            return {n: keep[n].double() for n in self.names}
         moved = {n: here[n] - self.reference[n] for n in self.names if kind != "none"}
         if kind == "kronecker":
             return {n: self.fisher[n][0] @ w @ self.fisher[n][1] for n, w in moved.items()}
@@ -343,20 +343,20 @@ class Replay:
 
     def preconditioner(self, step: int, gradient: Tensor | None) -> dict[str, Tensor]:
         """P by name: of the state before the step, or of the step that sees ``gradient``."""
-        if step < self.asked.precondition_after:
+        if step < self.config.precondition_after:
             return {n: torch.ones_like(self.parameters[n]).double() for n in self.names}
-        b1, b2, eps = 0.9, 0.999, self.asked.adam_epsilon
+        b1, b2, eps = 0.9, 0.999, self.config.adam_epsilon
         s = step + 1
         c = (1 - b1) / (1 - b1**s)
         if gradient is None:
-            found = c / ((self.second / (1 - b2**step)).clamp(min=FLOOR).sqrt() + eps)
-            return {n: self.part(found, n) for n in self.names}
+            scale = c / ((self.second / (1 - b2**step)).clamp(min=FLOOR).sqrt() + eps)
+            return {n: self.part(scale, n) for n in self.names}
         m = (b1 * self.first + (1 - b1) * gradient) / (1 - b1**s)
         v = (b2 * self.second + (1 - b2) * gradient**2) / (1 - b2**s)
         root = v.clamp(min=FLOOR).sqrt()
         slope = (1 - b2) * gradient / ((1 - b2**s) * root * (root + eps) ** 2)
-        found = c / (root + eps) - m * torch.where(v > FLOOR, slope, 0.0)
-        return {n: self.part(found, n) for n in self.names}
+        scale = c / (root + eps) - m * torch.where(v > FLOOR, slope, 0.0)
+        return {n: self.part(scale, n) for n in self.names}
 
     # --- values ---------------------------------------------------------------------------------
 
@@ -365,20 +365,20 @@ class Replay:
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Parts of <., M> of each response token, unweighted, with the sums of absolute terms."""
         flat = self.flat(direction)
-        if self.asked.estimator == "label":
+        if self.config.estimator == "label":
             return {"": (token_gradients @ flat, token_gradients.abs() @ flat.abs())}
         batch, at = document.batch(), torch.tensor(document.places) - 1
         psi = influence.exact_influence(self.model, self.forward, batch, self.modules, direction)
-        if self.asked.estimator == "path":
+        if self.config.estimator == "path":
             columns = influence.column_sums
             return {"": (columns(psi.matrix)[0, at], columns(psi.absolute_scale)[0, at])}
         diagonal = influence.diagonal
         direct = diagonal(psi.matrix)[0, at], diagonal(psi.absolute_scale)[0, at]
-        if self.asked.estimator == "direct":
+        if self.config.estimator == "direct":
             zero = torch.zeros_like(direct[0])
             return {"_direct": direct, "_causal": (zero, zero)}
         layers = self.propagated(batch, direction)
-        causal = propagation.value_propagation(layers, window=self.asked.window)[0, at]
+        causal = propagation.value_propagation(layers, window=self.config.window)[0, at]
         size = torch.stack([propagated_size(layer) for layer in layers]).sum(0)[at]
         return {"_direct": direct, "_causal": (causal, size)}
 
@@ -389,8 +389,8 @@ class Replay:
         projections = {
             n: m for n, m in self.model.named_modules() if n.endswith("self_attn.v_proj")
         }
-        blocks = list(projections)[-self.asked.layers :]
-        numbers = range(len(projections) - self.asked.layers, len(projections))
+        blocks = list(projections)[-self.config.layers :]
+        numbers = range(len(projections) - self.config.layers, len(projections))
         inputs: dict[str, Tensor] = {}
 
         def keep(name: str) -> Callable[..., None]:
@@ -411,7 +411,7 @@ class Replay:
 
     def moved(self, module: Any, name: str, direction: Mapping[str, Tensor]) -> Tensor:
         """How the value projection's weight moves along M; of LoRA, s (B M_A + M_B A)."""
-        if not self.asked.lora:
+        if not self.config.lora:
             return direction[f"{name}.weight"]
         a, b = f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight"
         left, right = (self.parameters[n].detach().double() for n in (b, a))
@@ -423,16 +423,16 @@ class Replay:
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
         """Components as they enter the total, and the total, of the tokens of one micro-batch."""
         sides = {"adaptation": (gain, 1.0), "stability": (keep, weight)}
-        found: dict[str, list[Tensor]] = {}
+        terms: dict[str, list[Tensor]] = {}
         sizes: dict[str, list[Tensor]] = {}
         for document, rows, factor in zip(micro, gradients_, factors, strict=True):
             if not document.places:
                 continue
             for side, (direction, scale) in sides.items():
                 for part, (value, size) in self.value(document, rows, direction).items():
-                    found.setdefault(side + part, []).append(factor * scale * value)
+                    terms.setdefault(side + part, []).append(factor * scale * value)
                     sizes.setdefault(side + part, []).append((factor * scale).abs() * size)
-        parts, scales = ({n: torch.cat(x) for n, x in y.items()} for y in (found, sizes))
+        parts, scales = ({n: torch.cat(x) for n, x in y.items()} for y in (terms, sizes))
         total, size = (torch.stack(list(x.values())).sum(0) for x in (parts, scales))
         return {"total": total, **parts}, {"total": size, **scales}
 
@@ -442,7 +442,7 @@ class Replay:
         """Tokens of one micro-batch that are ranked together, by their number in it."""
         rows = [d.branch for d in micro for _ in d.places]
         labels = [0] * len(rows)
-        if self.asked.family == "dpo" and not self.asked.shared_threshold:
+        if self.config.family == "dpo" and not self.config.shared_threshold:
             labels = rows
         return [
             [i for i, label in enumerate(labels) if label == one] for one in dict.fromkeys(labels)
@@ -450,8 +450,8 @@ class Replay:
 
     def groups(self, step: int) -> list[list[tuple[int, int]]]:
         """(micro-batch, token) of the tokens of one step that are ranked together."""
-        rank_groups = [self.rank_groups(micro) for micro in self.told.micro[step]]
-        if self.asked.keep_scope == "global":
+        rank_groups = [self.rank_groups(micro) for micro in self.data.micro[step]]
+        if self.config.keep_scope == "global":
             return [
                 [(i, t) for i, of_micro in enumerate(rank_groups) for t in of_micro[number]]
                 for number in range(len(rank_groups[0]))
@@ -462,33 +462,33 @@ class Replay:
 
     def ranked(self, micro: Micro, totals: Tensor) -> Tensor:
         """What tokens are ranked by: their values, or the mean value of their response."""
-        if self.asked.value_unit == "token":
+        if self.config.value_unit == "token":
             return totals
         parts = totals.split([len(d.places) for d in micro])
         return torch.cat([part.mean().expand_as(part) for part in parts if len(part)])
 
     def select(self, step: int, totals: Sequence[Tensor]) -> list[Tensor]:
         """Weight of each token of each micro-batch of the step."""
-        micro = self.told.micro[step]
+        micro = self.data.micro[step]
         weights = [torch.zeros(len(t)).double() for t in totals]
         ranked = [self.ranked(m, t) for m, t in zip(micro, totals, strict=True)]
         for group in self.groups(step):
-            found = self.weigh([float(ranked[i][t]) for i, t in group], self.ratio)
-            for (i, t), weight in zip(group, found, strict=True):
+            of_group = self.weigh([float(ranked[i][t]) for i, t in group], self.ratio)
+            for (i, t), weight in zip(group, of_group, strict=True):
                 weights[i][t] = weight
         return weights
 
     def weigh(self, values: list[float], ratio: Fraction) -> list[float]:
         """Weights of tokens that are ranked together, their sum ceil(rho n)."""
         budget = math.ceil(ratio * len(values))
-        sign = -1 if self.asked.policy == "bottom" else 1
+        sign = -1 if self.config.policy == "bottom" else 1
         order = sorted(range(len(values)), key=lambda i: (-sign * values[i], i))
         return [float(i in order[:budget]) for i in range(len(values))]
 
     @property
     def ratio(self) -> Fraction:
         """rho, in decimals."""
-        return Fraction(1 if self.asked.policy == "all" else str(self.asked.keep_ratio))
+        return Fraction(1 if self.config.policy == "all" else str(self.config.keep_ratio))
 
     # --- the loss -------------------------------------------------------------------------------
 
@@ -497,16 +497,16 @@ class Replay:
     ) -> list[Tensor]:
         """Factor on each document's token losses: 1, the token's probability under DFT, or +-omega
         with omega = beta sigma(-s)."""
-        if self.asked.loss == "dft":
+        if self.config.loss == "dft":
             return [torch.exp(-loss) for loss in losses]
-        if self.asked.family != "dpo":
+        if self.config.family != "dpo":
             return [torch.ones_like(loss) for loss in losses]
         ratios = {}
         for number, (document, loss) in enumerate(zip(micro, losses, strict=True)):
             ratio = -loss - self.base[document]
             kept = ratio if masks is None else ratio * masks[number]
             ratios[document.pair, document.branch] = float(kept.sum())
-        beta = self.asked.beta
+        beta = self.config.beta
         factors = []
         for document, loss in zip(micro, losses, strict=True):
             s = beta * (ratios[document.pair, 1] - ratios[document.pair, -1])
@@ -517,10 +517,10 @@ class Replay:
 
     def unit(self, step: int) -> float:
         """Weight of one token's loss (times +-omega) in the loss when every token is kept."""
-        micro = self.told.micro[step]
-        if self.asked.family == "dpo":
+        micro = self.data.micro[step]
+        if self.config.family == "dpo":
             return 1 / sum(len(m) // 2 for m in micro)
-        if self.asked.kept_normalization == "sum":
+        if self.config.kept_normalization == "sum":
             return 1.0
         return 1 / sum(len(d.places) for m in micro for d in m)
 
@@ -529,17 +529,17 @@ class Replay:
     def run(self, step: int) -> Step:
         """Everything that one optimizer step does."""
         out = Step()
-        found = [[self.token_gradients(d) for d in m] for m in self.told.micro[step]]
-        losses, rows = ([[pair[i] for pair in m] for m in found] for i in (0, 1))
-        if self.asked.policy != "random":
+        tokens = [[self.token_gradients(d) for d in m] for m in self.data.micro[step]]
+        losses, rows = ([[pair[i] for pair in m] for m in tokens] for i in (0, 1))
+        if self.config.policy != "random":
             out.logs |= self.watched(step)
             self.due(step)
             self.value_all(step, out, losses, rows)
             totals = [v["total"] for v in out.values]
             out.weights = self.select(step, totals)
         out.chosen = out.weights
-        if self.told.weights:
-            out.weights = list(self.told.weights[step])
+        if self.data.weights:
+            out.weights = list(self.data.weights[step])
         self.descend(step, out, losses, rows)
         if out.values:
             self.record(step, out)
@@ -554,8 +554,8 @@ class Replay:
         rows: Sequence[Sequence[Tensor]],
     ) -> None:
         """Values of every micro-batch."""
-        weight = self.asked.stability_weight
-        for micro, loss, gradient in zip(self.told.micro[step], losses, rows, strict=True):
+        weight = self.config.stability_weight
+        for micro, loss, gradient in zip(self.data.micro[step], losses, rows, strict=True):
             self.build(step)
             signs = self.signs(micro, loss, None)
             gain, keep = self.sides(step, micro, gradient, signs)
@@ -571,10 +571,10 @@ class Replay:
         With the full preconditioner the micro-batch's own gradient, all tokens kept, stands for the
         whole step's: times the number of micro-batches, and cut as the last step's was.
         """
-        if self.asked.preconditioner != "full":
+        if self.config.preconditioner != "full":
             return self.gain, self.keep
         total = sum(sign @ gradient for sign, gradient in zip(signs, rows, strict=True))
-        whole = len(self.told.micro[step]) * self.unit(step) * self.clip
+        whole = len(self.data.micro[step]) * self.unit(step) * self.clip
         scale = self.preconditioner(step, whole * torch.as_tensor(total))
         return tuple({n: scale[n] * m for n, m in side.items()} for side in (self.gain, self.keep))  # type: ignore[return-value]
 
@@ -586,26 +586,26 @@ class Replay:
         rows: Sequence[Sequence[Tensor]],
     ) -> None:
         """The gradient of the masked loss, cut, and AdamW's step."""
-        asked, micro = self.asked, self.told.micro[step]
+        config, micro = self.config, self.data.micro[step]
         total, scale = torch.zeros_like(self.first), torch.zeros_like(self.first)
         unit = self.unit(step)
-        if asked.kept_normalization == "kept":
+        if config.kept_normalization == "kept":
             count = sum(len(w) for w in out.weights)
             unit *= count / float(sum(w.sum() for w in out.weights))
         for m, loss, gradient, weights in zip(micro, losses, rows, out.weights, strict=True):
             masks = weights.split([len(d.places) for d in m])
-            signs = self.signs(m, loss, masks if asked.masked_logit else None)
+            signs = self.signs(m, loss, masks if config.masked_logit else None)
             for sign, mask, row in zip(signs, masks, gradient, strict=True):
                 total += unit * ((sign * mask) @ row)
                 scale += unit * ((sign * mask).abs() @ row.abs())
         out.norm = float(total.norm())
-        self.clip = min(1.0, asked.max_grad_norm / (out.norm + 1e-6))
+        self.clip = min(1.0, config.max_grad_norm / (out.norm + 1e-6))
         out.gradient, out.gradient_scale = self.clip * total, self.clip * scale
         out.parameters = self.step_along(step, out.gradient)
 
     def rate(self, step: int) -> float:
         """The learning rate falls in a straight line to zero."""
-        return self.asked.learning_rate * (self.asked.steps - step) / self.asked.steps
+        return self.config.learning_rate * (self.config.steps - step) / self.config.steps
 
     def step_along(self, step: int, gradient: Tensor) -> Tensor:
         """AdamW; norms and biases do not decay. Moves the model."""
@@ -615,11 +615,11 @@ class Replay:
         m, v = self.first / (1 - b1**s), self.second / (1 - b2**s)
         before = self.flat(self.parameters)
         shrunk = {
-            n: torch.full_like(p, 0.0 if "norm" in n or "bias" in n else self.asked.weight_decay)
+            n: torch.full_like(p, 0.0 if "norm" in n or "bias" in n else self.config.weight_decay)
             for n, p in self.parameters.items()
         }
         after = before * (1 - rate * self.flat(shrunk)) - rate * m / (
-            v.sqrt() + self.asked.adam_epsilon
+            v.sqrt() + self.config.adam_epsilon
         )
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -631,7 +631,7 @@ class Replay:
     def record(self, step: int, out: Step) -> None:
         """Add this step's visits: scaled total, adaptation and stability, and the weight."""
         rate = self.rate(step) * self.unit(step)
-        for number, micro in enumerate(self.told.micro[step]):
+        for number, micro in enumerate(self.data.micro[step]):
             weights = out.weights[number]
             tables = [self.table(rate, x[number], weights) for x in (out.values, out.scales)]
             parts = zip(*(t.split([len(d.places) for d in micro]) for t in tables), strict=True)
@@ -651,47 +651,47 @@ class Replay:
 
     def watched(self, step: int) -> dict[str, float]:
         """Mean objective on the rows of this step and on those that no step draws."""
-        every = self.asked.held_out_steps
-        if not every or not self.told.held_out:
+        every = self.config.held_out_steps
+        if not every or not self.data.held_out:
             return {}
         look = step - step % every
         if look == step:
-            found = {}
+            objectives = {}
             for name, documents in (
-                ("pool", self.told.validation[step]), ("held_out", self.told.held_out)
+                ("pool", self.data.validation[step]), ("held_out", self.data.held_out)
             ):  # fmt: skip
                 total, count = self.objective(documents)
-                found[f"alpha/validation_{name}"] = float(total.detach()) / count
-            found["alpha/validation_gap"] = (
-                found["alpha/validation_held_out"] - found["alpha/validation_pool"]
+                objectives[f"alpha/validation_{name}"] = float(total.detach()) / count
+            objectives["alpha/validation_gap"] = (
+                objectives["alpha/validation_held_out"] - objectives["alpha/validation_pool"]
             )
-            self.look = found
+            self.look = objectives
         return self.look
 
     def logged(self, step: int, out: Step, losses: Sequence[Sequence[Tensor]]) -> dict[str, float]:
         """The step's loss over all tokens, its gradient's norm and its rate."""
-        found = {
+        entry = {
             "loss": self.reported(step, losses),
             "grad_norm": out.norm,
             "learning_rate": self.rate(step),
         }
-        if self.asked.family == "sft":  # TRL's count, which a pass of our own must not move
-            self.seen += sum(len(d.ids) for micro in self.told.micro[step] for d in micro)
-            found["num_tokens"] = float(self.seen)
-        return found
+        if self.config.family == "sft":  # TRL's count, which a pass of our own must not move
+            self.token_count += sum(len(d.ids) for micro in self.data.micro[step] for d in micro)
+            entry["num_tokens"] = float(self.token_count)
+        return entry
 
     def reported(self, step: int, losses: Sequence[Sequence[Tensor]]) -> float:
         """The loss that the run reports: of all tokens, whatever was kept."""
-        if self.asked.family != "dpo":
+        if self.config.family != "dpo":
             total = 0.0
-            for m, of_micro in zip(self.told.micro[step], losses, strict=True):
+            for m, of_micro in zip(self.data.micro[step], losses, strict=True):
                 factors = self.signs(m, of_micro, None)
                 total += sum(float(f @ loss) for f, loss in zip(factors, of_micro, strict=True))
-            return total / sum(len(d.places) for m in self.told.micro[step] for d in m)
+            return total / sum(len(d.places) for m in self.data.micro[step] for d in m)
         terms = []
-        for m, of_micro in zip(self.told.micro[step], losses, strict=True):
+        for m, of_micro in zip(self.data.micro[step], losses, strict=True):
             for sign in self.signs(m, of_micro, None)[: len(m) // 2]:
                 terms.append(
-                    -math.log(1 - float(sign[0]) / self.asked.beta)
+                    -math.log(1 - float(sign[0]) / self.config.beta)
                 )  # sigma(s) = 1 - sigma(-s)
         return sum(terms) / len(terms)

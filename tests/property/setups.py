@@ -49,12 +49,12 @@ def compare_path(
 ) -> None:
     """One side of path values against the column sums along a given direction."""
     psi = oracle_influence(setup, model, direction)
-    found = values.adaptation if name.startswith("adaptation") else values.stability
+    actual = values.adaptation if name.startswith("adaptation") else values.stability
     expected, scale = (
         influence.to_token_index(influence.column_sums(x)) * values.mask
         for x in (psi.matrix, psi.absolute_scale)
     )
-    close(found, expected, scale, MODEL, name=f"path, {name}")
+    close(actual, expected, scale, MODEL, name=f"path, {name}")
 
 
 def summed_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -183,13 +183,13 @@ def scored(setup: Setup, adapter: ReferenceAdapter) -> list[ScoredLinear]:
 
 def parameters_of(setup: Setup, adapter: ReferenceAdapter) -> dict[str, Tensor]:
     """Weights by name; a tied one once."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for linear in scored(setup, adapter):
-        found[linear.weight_name] = linear.weight
+        weights[linear.weight_name] = linear.weight
     once: dict[int, str] = {}
-    for name, parameter in found.items():
+    for name, parameter in weights.items():
         once.setdefault(id(parameter), name)
-    return {name: found[name] for name in once.values()}
+    return {name: weights[name] for name in once.values()}
 
 
 def drift_of(setup: Setup, model: ReferenceDecoder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -299,9 +299,9 @@ def make_scorer(
     options = {"layers": setup.layers, "stability_weight": LAMBDA, "window": None, **more}
     options = {"max_relative_drift": None, **options}
     config = ScorerConfig(estimator, **{n: x for n, x in options.items() if n in own})
-    given = {n: x for n, x in more.items() if n not in own}
-    validation = given.pop("validation", setup.case.validation)
-    return Scorer(model, validation, retention, config, **given)
+    arguments = {n: x for n, x in more.items() if n not in own}
+    validation = arguments.pop("validation", setup.case.validation)
+    return Scorer(model, validation, retention, config, **arguments)
 
 
 @contextmanager
@@ -409,14 +409,14 @@ def compare_values(
     mask = truth(setup).mask
     assert torch.equal(values.mask, mask)
     assert values.total.dtype == torch.float64
-    found = (
+    by_side = (
         (values.adaptation, values.adaptation_direct, values.adaptation_causal),
         (values.stability, values.stability_direct, values.stability_causal),
     )
     weights = (1.0, values.stability_weight)
     nothing = zeros(setup)
     total, left = nothing[0], row_total(nothing[0])
-    for side, (whole, one, two) in enumerate(found):
+    for side, (whole, one, two) in enumerate(by_side):
         later = nothing[side] if causal is None else causal[side]
         parts = (of_tokens(direct[side], mask), of_tokens(later, mask))
         both = parts[0] + parts[1]
@@ -443,7 +443,7 @@ def compare_values(
 
 
 @dataclass
-class _Seen:
+class AttentionRecord:
     """One attention call of a scored layer: the call, its output, and its projection's input."""
 
     call: AttentionCall
@@ -452,15 +452,15 @@ class _Seen:
 
 
 @contextmanager
-def seen_attention(setup: Setup, adapter: ReferenceAdapter) -> Iterator[list[_Seen]]:
+def seen_attention(setup: Setup, adapter: ReferenceAdapter) -> Iterator[list[AttentionRecord]]:
     """Record every attention call of the scored layers during the forwards inside."""
     modules = {m for layer in layer_indices(setup) for m in adapter.attention_modules(layer)}
     inputs: dict[nn.Module, Tensor] = {}
-    seen: list[_Seen] = []
+    records: list[AttentionRecord] = []
 
     def override(call: AttentionCall, native: NativeAttention) -> Tensor:
         output = native(call.query, call.key, call.value)
-        seen.append(_Seen(call, output, inputs[call.module]))
+        records.append(AttentionRecord(call, output, inputs[call.module]))
         return output
 
     with ExitStack() as hooks, adapter.override_attention(list(modules), override):
@@ -472,7 +472,7 @@ def seen_attention(setup: Setup, adapter: ReferenceAdapter) -> Iterator[list[_Se
                 inputs[owner] = args[0].detach()
 
             hooks.enter_context(source.register_forward_hook(hook))
-        yield seen
+        yield records
 
 
 def value_direction(
@@ -501,19 +501,19 @@ def propagation_layers(
     """
     adapter = setup.case.adapter()
     model, batch = adapter.model, setup.case.batch
-    with seen_attention(setup, adapter) as seen:
+    with seen_attention(setup, adapter) as records:
         if aggregated:
             losses = gradients.run_losses(forward_of(model), batch)
             summed = torch.stack(list(losses.values())).sum()
-            errors = list(torch.autograd.grad(summed, [s.output for s in seen]))
+            errors = list(torch.autograd.grad(summed, [s.output for s in records]))
         else:
             errors = propagation.head_output_errors(
-                forward_of(model), batch, lambda: [s.output for s in seen]
+                forward_of(model), batch, lambda: [s.output for s in records]
             )
     sides = []
     for direction in truth(setup).directions:
         layers = []
-        for record, error in zip(seen, errors, strict=True):
+        for record, error in zip(records, errors, strict=True):
             m = value_direction(setup, adapter, record.call.module, direction)
             alpha = attention_weights(record.call)
             layers.append(propagation.PropagationLayer(alpha, error, record.x, m))

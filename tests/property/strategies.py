@@ -191,7 +191,7 @@ class _Pins:
     def __contains__(self, name: str) -> bool:
         return name in self.drawn
 
-    def given(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Whether an option was pinned, to a value or a strategy."""
         return name in self.pins
 
@@ -256,17 +256,17 @@ def _draw_config(pins: _Pins) -> DecoderConfig:
     blind = pins("blind_rows", _NO if pins.fixed("additive_mask", True) else _FLAG)
     pins("additive_mask", _NO if blind else _FLAG)
     options = {name: pins[name] for name in _FIELDS if name in pins}
-    if not pins.given("windows"):
+    if not pins.has("windows"):
         options["windows"] = _shortest(options["windows"][:layers])
     return DecoderConfig(**options)
 
 
 def _draw_heads(pins: _Pins) -> None:
-    if not pins.given("heads") and not pins.given("kv_heads"):
+    if not pins.has("heads") and not pins.has("kv_heads"):
         heads, groups = pins.draw(_HEADS)
         pins("heads", st.just(heads))
         pins("kv_heads", st.just(groups))
-    elif not pins.given("heads"):
+    elif not pins.has("heads"):
         groups = pins("kv_heads")
         pins("heads", st.sampled_from([groups, 2 * groups, 3 * groups]))
     else:
@@ -448,14 +448,14 @@ _MODE = st.sampled_from(MODES)
 
 
 def _draw_train(pins: _Pins) -> Rows:
-    if pins.given("train"):
+    if pins.has("train"):
         return tuple(pins("train"))
     mode, length = pins("mode", _MODE), pins("max_length", st.just(LENGTH))
     return _draw_rows(pins.draw, mode, length, pins("max_rows", st.just(ROWS)))
 
 
 def _draw_validations(pins: _Pins) -> tuple[Rows, ...]:
-    if pins.given("validations"):
+    if pins.has("validations"):
         return tuple(tuple(lines) for lines in pins("validations"))
     most = pins("max_validations", st.just(VALIDATIONS))
     length = pins("max_validation_length", st.just(VALIDATION_LENGTH))

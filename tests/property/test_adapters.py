@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from alphatoken import Scorer, ScorerConfig
+from alphatoken.config import SELF_ONLY
 from alphatoken.errors import InputError, UnsupportedError
-from alphatoken.estimate.names import SELF_ONLY
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from alphatoken.model.scope import mixers_without_rule
+from alphatoken.model.transformers import TransformersAdapter
 from tests.property.architectures import ARCHITECTURES, BY_NAME, MIXER, SOFTMAX, VOCABULARY
 from tests.property.decoder import explicit_attention
 from tests.property.profiles import budget
 from tests.property.setups import refusal
-from tests.property.strategies import SEEDS
 from tests.property.tolerance import close
 
 CAST = 1e-6
@@ -51,48 +53,6 @@ def batch_of(side: str, seed: int, length: int = 7) -> dict[str, Tensor]:
     if side == "right":
         mask[1, -2:] = 0
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def _override_and_leave(name: str, seed: int) -> None:
-    implementation = BY_NAME[name].implementations[0]
-    models = [model_of(name, implementation, seed + i) for i in range(2)]
-    adapters = [find_adapter(model) for model in models]
-    batch = batch_of("right", seed)
-    plain = [adapter.forward(batch).detach() for adapter in adapters]
-    calls: list[int] = []
-
-    def forward(which: int) -> Tensor:
-        return adapters[which].forward(batch).detach()
-
-    def doubled(which: int) -> ExitStack:
-        """Attention of this model's first layer times two, within the stack."""
-
-        def override(call: AttentionCall, native: NativeAttention) -> Tensor:
-            calls.append(which)
-            return 2 * native(call.query, call.key, call.value)
-
-        stack = ExitStack()
-        modules = adapters[which].attention_modules(0)
-        stack.enter_context(adapters[which].override_attention(modules, override))
-        return stack
-
-    first = doubled(0)
-    once = forward(0)
-    assert calls == [0], f"{len(calls)} calls for one layer of one model"
-    assert not torch.equal(once, plain[0])
-    assert torch.equal(forward(1), plain[1]), "another model's attention changed"
-    again, other = doubled(0), doubled(1)
-    assert not torch.equal(forward(0), once), "two overrides of one module act one after the other"
-    first.close()
-    assert torch.equal(forward(0), once), "an exit took the other override of its module"
-    again.close()
-    assert torch.equal(forward(0), plain[0]), "an override outlived its context"
-    assert not torch.equal(forward(1), plain[1]), "an exit took another model's override"
-    try:
-        with other:
-            raise KeyError
-    except KeyError:
-        assert torch.equal(forward(1), plain[1])
 
 
 CALLS: list[tuple[str, str, str, float, dict[str, float]]] = [
@@ -223,18 +183,85 @@ def test_a_call_is_what_the_model_computes(
             close(off, torch.zeros_like(off), size, CAST, name=f"{name}, {implementation}, {side}")
 
 
-@given(name=st.sampled_from(["llama", "gemma2", "gpt2", "qwen3"]), seed=SEEDS)
-@budget(0.2, least=4)
-def test_overrides_leave_nothing_behind(name: str, seed: int) -> None:
-    """Other modules and other models run as they are; the registry is as before, also past an
-    exception and where contexts are left in the order in which they were entered.
+@cache
+def adapter(index: int) -> TransformersAdapter:
+    """Models 0 and 1 share an implementation, model 2 has the other one."""
+    name, implementation = (("llama", "sdpa"), ("gemma3", "sdpa"), ("llama", "eager"))[index]
+    return TransformersAdapter(model_of(name, implementation, index))
 
-    Proves: overrides leave nothing behind (exact), against the models without overrides.
+
+class Doubled:
+    """Overrides that double what they are asked for, and write down who was called, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def enter(self, index: int, label: int) -> AbstractContextManager[None]:
+        def override(call: AttentionCall, native: NativeAttention) -> Tensor:
+            self.calls.append(label)
+            return 2 * native(call.query, call.key, call.value)
+
+        layers = range(len(adapter(index).layers()))
+        modules = [m for layer in layers for m in adapter(index).attention_modules(layer)]
+        context = adapter(index).override_attention(modules, override)
+        context.__enter__()
+        return context
+
+    def forward(self, index: int) -> Tensor:
+        """Logits of one forward, which alone is written down."""
+        self.calls.clear()
+        with torch.no_grad():
+            return adapter(index).forward({"input_ids": torch.tensor([[1, 2, 3]])})
+
+
+@budget(0.4)
+@given(
+    models=st.lists(st.integers(0, 2), min_size=2, max_size=4),
+    order=st.randoms(use_true_random=False),
+    users=st.sets(st.sampled_from(["sdpa", "eager"])),
+    failing=st.booleans(),
+)
+# First in, first out: the first one's override came back for good.
+@example(models=[0, 1], order=None, users=set(), failing=False)
+@example(models=[0, 0], order=None, users={"sdpa"}, failing=True)
+def test_overrides_in_any_order(
+    models: list[int], order: Any, users: set[str], failing: bool
+) -> None:
+    """Each forward is seen by the overrides active on its model, the last one entered first.
+
+    Other models run as they are, and the registry is as before, also where users have functions
+    there, past an exception, and where contexts are left in the order in which they were entered.
+
+    Proves: overrides in any order (exact), against the models without overrides.
     """
+    overrides, used = Doubled(), []
     registry = ALL_ATTENTION_FUNCTIONS._local_mapping
-    before = dict(registry)
-    with mock.patch.dict(registry):  # whatever happens, the next test has the one that it knows
-        _override_and_leave(name, seed)
+
+    def mine(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        used.append(1)
+        return ALL_ATTENTION_FUNCTIONS._global_mapping["sdpa"](module, *args, **kwargs)
+
+    waiting = list(enumerate(models))
+    active: list[tuple[int, int, AbstractContextManager[None]]] = []
+    # Whatever happens, the next test has the registry that it knows.
+    with mock.patch.dict(registry, dict.fromkeys(users, mine), clear=True):
+        before = dict(registry)
+        plain = [overrides.forward(index) for index in range(3)]
+        while waiting or active:
+            if waiting and (order is None or not active or order.random() < 0.5):
+                label, index = waiting.pop(0)
+                active.append((label, index, overrides.enter(index, label)))
+            else:
+                leaves = active.pop(0 if order is None else order.randrange(len(active)))[2]
+                error = KeyError("planned") if failing else None
+                assert not leaves.__exit__(error and KeyError, error, None)
+            for index in range(3):
+                labels = [label for label, model, _ in reversed(active) if model == index]
+                depth = len(adapter(index).layers())
+                used.clear()
+                assert torch.equal(overrides.forward(index), plain[index]) == (not labels)
+                assert overrides.calls == labels * depth
+                assert len(used) == depth * (("eager" if index == 2 else "sdpa") in users)
         assert dict(registry) == before, "the registry has changed"
 
 

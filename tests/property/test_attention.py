@@ -117,9 +117,8 @@ class AttentionCase:
         return self.numbers(self.b, self.h, self.t, self.v, salt=5)
 
 
-@st.composite
-def attention_cases(draw: st.DrawFn, **pins: Any) -> AttentionCase:
-    drawn: dict[str, Any] = {
+def attention_cases(**pins: Any) -> st.SearchStrategy[AttentionCase]:
+    drawn: dict[str, st.SearchStrategy[Any]] = {
         "b": st.integers(1, 2),
         "g": st.integers(1, 3),
         "r": st.integers(1, 3),
@@ -133,11 +132,8 @@ def attention_cases(draw: st.DrawFn, **pins: Any) -> AttentionCase:
         "chunk": st.sampled_from([2, 3, 4, 256]),
         "seed": SEEDS,
     }
-    chosen = {}
-    for name, strategy in drawn.items():
-        pinned = pins.get(name, strategy)
-        chosen[name] = draw(pinned) if isinstance(pinned, st.SearchStrategy) else pinned
-    return AttentionCase(**chosen)
+    fixed = {n: p if isinstance(p, st.SearchStrategy) else st.just(p) for n, p in pins.items()}
+    return st.builds(AttentionCase, **drawn | fixed)
 
 
 def blocks_of(chunk: int) -> AbstractContextManager[Any]:
@@ -152,16 +148,15 @@ def native_of(call: AttentionCall) -> Any:
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def switched(call: AttentionCall, error: Tensor, mode: str) -> tuple[Tensor, Gradients]:
-    """Output and gradients of query, key and value through the switchable backward."""
+def switched(call: AttentionCall, error: Tensor, mode: str) -> Gradients:
+    """Gradients of query, key and value through the switchable backward."""
     switch = BackwardSwitch()
     output, _ = attention.switchable_attention(call, native_of(call), switch)
     with switch.to(mode):
-        found = torch.autograd.grad(
+        dq, dk, dv = torch.autograd.grad(
             output, (call.query, call.key, call.value), error, materialize_grads=True
         )
-    assert switch.mode == "ordinary"
-    return output, (found[0], found[1], found[2])
+    return dq, dk, dv
 
 
 def position_by_position(call: AttentionCall, error: Tensor) -> Gradients:
@@ -209,14 +204,12 @@ def explicit_logits(call: AttentionCall) -> Tensor:
 
 
 def tangents_of(case: AttentionCase) -> dict[str, Tensor]:
-    call = case.call()
-    found = {
-        name: case.numbers(*getattr(call, name).shape, salt=6 + i)
-        for i, name in enumerate(("query", "key", "value"))
+    names, call = ("query", "key", "value", "sinks"), case.call()
+    return {
+        name: case.numbers(*tensor.shape, salt=6 + i)
+        for i, name in enumerate(names)
+        if (tensor := getattr(call, name)) is not None
     }
-    if call.sinks is not None:
-        found["sinks"] = case.numbers(case.h, salt=9)
-    return found
 
 
 def dual_attention(
@@ -282,49 +275,38 @@ def test_self_backward_is_the_diagonal(case: AttentionCase) -> None:
     call, error = case.call(), case.error()
     expected = position_by_position(call, error)
     with blocks_of(case.chunk):
-        _, found = switched(call, error, "self")
+        own = switched(call, error, "self")
     scales = gradient_scales(call, error)
-    for name, *sides in zip(("dq", "dk", "dv"), found, expected, scales, strict=True):
+    for name, *sides in zip(("dq", "dk", "dv"), own, expected, scales, strict=True):
         close(*sides, CONTRACTION, name=f"self-only {name}")
 
 
 @given(attention_cases())
 @example(HARD)
 @budget(0.5)
-def test_ordinary_backward_is_the_kernels(case: AttentionCase) -> None:
-    """Forward values, and gradients in ordinary mode, are the model's own, bit by bit.
+def test_the_mode_is_read_at_backward_time(case: AttentionCase) -> None:
+    """One forward: self-only, then ordinary, then self-only again, each as if it were alone.
 
-    Proves: ordinary backward is the kernels (exact), against the model's kernel, bit by bit.
+    Forward values and ordinary gradients are the kernel's own, bit by bit.
+
+    Proves: the mode is read at backward time (exact), against the model's kernel, bit by bit.
     """
     call, error = case.call(), case.error()
     leaves = (call.query, call.key, call.value)
     plain = native_of(call)(*leaves)
-    with blocks_of(case.chunk):
-        output, found = switched(call, error, "ordinary")
-    assert torch.equal(output, plain)
-    for got, expected in zip(found, torch.autograd.grad(plain, leaves, error), strict=True):
-        assert torch.equal(got, expected)
-
-
-@given(attention_cases())
-@budget(0.25)
-def test_the_mode_is_read_at_backward_time(case: AttentionCase) -> None:
-    """One forward: self-only, then ordinary, then self-only again, each as if it were alone.
-
-    Proves: the mode is read at backward time (exact), against a forward for each mode.
-    """
-    call, error = case.call(), case.error()
-    leaves = (call.query, call.key, call.value)
     switch = BackwardSwitch()
     with blocks_of(case.chunk):
         output, _ = attention.switchable_attention(call, native_of(call), switch)
-        found = []
+        alone = switched(call, error, "self")
+        assert torch.equal(output, plain)
+        expected = {"self": alone, "ordinary": torch.autograd.grad(plain, leaves, error)}
         for mode in ("self", "ordinary", "self"):
             with switch.to(mode):
-                found.append(torch.autograd.grad(output, leaves, error, retain_graph=True))
-        alone = [switched(call, error, mode)[1] for mode in ("self", "ordinary", "self")]
-    for got, expected in zip(found, alone, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+                own = torch.autograd.grad(output, leaves, error, retain_graph=True)
+            assert all(torch.equal(a, b) for a, b in zip(own, expected[mode], strict=True))
+            # The training step's own backward, outside of any mode, is ordinary again.
+            after = torch.autograd.grad(output, leaves, error, retain_graph=True)
+            assert all(torch.equal(a, b) for a, b in zip(after, expected["ordinary"], strict=True))
 
 
 @given(attention_cases())
@@ -452,21 +434,16 @@ def test_the_switch_falls_back_to_ordinary_after_an_exception() -> None:
 def test_statistics_hold_no_graph_and_copy_nothing() -> None:
     call = HARD.call()
     statistics = attention.AttentionStatistics(call)
-    for kept, given_ in ((statistics.query, call.query), (statistics.key, call.key)):
-        assert isinstance(kept, Tensor)
+    for kept, original in ((statistics.query, call.query), (statistics.key, call.key)):
         assert not kept.requires_grad
-        assert kept.data_ptr() == given_.data_ptr()
+        assert kept.data_ptr() == original.data_ptr()
     assert not statistics.lse.requires_grad
 
 
 def test_narrow_queries_are_attended_in_float32() -> None:
     call = AttentionCase(t=6).call()
-    narrow = replace(
-        call,
-        query=call.query.detach().to(torch.bfloat16),
-        key=call.key.detach().to(torch.bfloat16),
-        value=call.value.detach().to(torch.bfloat16),
-    )
+    tensors = {n: getattr(call, n).detach().to(torch.bfloat16) for n in ("query", "key", "value")}
+    narrow = replace(call, **tensors)
     statistics = attention.AttentionStatistics(narrow)
     assert statistics.lse.dtype == torch.float32
     wide = replace(narrow, query=narrow.query.float(), key=narrow.key.float())

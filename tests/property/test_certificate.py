@@ -15,9 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
-from alphatoken.certificate.tolerances import TOLERANCES
+from alphatoken.certificate.expected import TOLERANCES
 from alphatoken.errors import InputError, UnsupportedError
-from alphatoken.scoring.recording import Recording
+from alphatoken.estimate.estimator import Recording
 from alphatoken.support.progress import Tracker
 from alphatoken.values import Certificate
 from tests.places import tiered
@@ -31,9 +31,6 @@ from tests.property.tolerance import close
 ROWS = ("pprrrr", "..prrr")
 VALIDATION = (("pprr", "prrr"), ("ppr",))
 ESTIMATORS = ("label", "direct", "alphatoken", "path", "paper_literal")
-
-
-# --- cases that faults are tried on --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -167,8 +164,6 @@ def far(one: Trial) -> tuple[Scorer, dict[str, Any]]:
     return scorer, {}
 
 
-# --- which mutant shows, and where ---------------------------------------------------------------
-
 DIRECT = trial("adaptation_direct", "direct")
 HEADS = {"heads": 4, "kv_heads": 2}
 CAUSAL = trial("adaptation_causal", **HEADS)
@@ -251,9 +246,6 @@ def test_a_mutant_does_not_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert str(found).endswith("does not agree")
 
 
-# --- faults that no mutant is --------------------------------------------------------------------
-
-
 def edit(target: str, old: str, new: str) -> Mutant:
     """A fault of this file alone."""
     return row(f"{target}: {new}", (), "", (target, old, new))
@@ -262,18 +254,15 @@ def edit(target: str, old: str, new: str) -> Mutant:
 def test_the_linear_that_is_off_is_named() -> None:
     """A contraction that is wrong in one linear map only."""
     fault = edit(
-        "estimate.columns.ColumnSums.contract",
+        "estimate.captured.ColumnSums.contract",
         "return contraction.contract(",
-        "return (1.01 if linear.name.endswith('0.mlp.down_proj') else 1.0) * contraction.contract(",
+        "return (1.01 if '0.mlp.down' in use.linear.name else 1.0) * contraction.contract(",
     )
     with applied(fault), without_proofs():
         found = DIRECT.certificate()
     off = {check.component: check for check in found.failures}
     assert off["adaptation_direct"].parameter == "layers.0.mlp.down_proj"
     assert "layers.0.mlp.down_proj" in str(found)
-
-
-# --- right code ----------------------------------------------------------------------------------
 
 
 @given(
@@ -308,9 +297,6 @@ def test_right_code_agrees(
         found = scorer.verify(setup.case.batch, tokens=2, progress=False)
     assert found.passed, str(found)
     close(found.error, 0.0, 1.0, found.tolerance, name="certificate of right code")
-
-
-# --- narrow arithmetic, real classes -------------------------------------------------------------
 
 
 def real_scorer(name: str, dtype: torch.dtype, estimator: str, **chosen: Any) -> Any:
@@ -376,9 +362,9 @@ def test_lora_factors_agree_and_a_fault_is_named() -> None:
         scorer = Scorer(model, batch, None, ScorerConfig(estimator, layers=2))
         assert scorer.verify(batch, tokens=3).passed
     fault = edit(
-        "estimate.columns.ColumnSums.contract",
+        "estimate.captured.ColumnSums.contract",
         "return contraction.contract(",
-        "return (2.0 if 'v_proj.lora_A' in linear.name else 1.0) * contraction.contract(",
+        "return (2.0 if 'v_proj.lora_A' in use.linear.name else 1.0) * contraction.contract(",
     )
     with applied(fault), without_proofs():
         found = Scorer(model, batch, None, ScorerConfig("direct", layers=2)).verify(batch)
@@ -415,9 +401,6 @@ def test_a_fault_in_the_adapter_does_not_agree() -> None:
         scorer, batch = real_scorer("gemma2", torch.float32, "direct")
         found = scorer.verify(batch, tokens=3)
     assert {"adaptation_direct", "attention"} <= {check.component for check in found.failures}
-
-
-# --- what else users hand over -------------------------------------------------------------------
 
 
 def test_what_a_file_says_is_compared_with_what_was_loaded(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from alphatoken.diagnose import value_propagation as diagnostic
 from alphatoken.diagnose.pairs import CollectedPairs, PairCounts
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.batch import to_label_position
-from alphatoken.model.partial_forward import hidden_of
+from alphatoken.model.forward import hidden_of
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import jacobian
 from alphatoken.support.storage import write_tensors
@@ -57,15 +57,15 @@ def test_counts_of_pairs(seed: int, count: int) -> None:
     Proves: counts of pairs (exact), against counting one by one.
     """
     alpha, deviation = drawn(seed, count)
-    found = pairs.PairCounts.of(alpha, deviation)
-    joint, risk = np.zeros_like(found.joint), np.zeros_like(found.risk)
+    result = pairs.PairCounts.of(alpha, deviation)
+    joint, risk = np.zeros_like(result.joint), np.zeros_like(result.risk)
     for a, d in zip(alpha.ravel(), deviation.ravel(), strict=True):
         if a > 0:
             joint[cell(a, pairs.ALPHA), cell(d, pairs.DEVIATION)] += 1
             risk[cell(a * d, pairs.RISK)] += 1
-    np.testing.assert_array_equal(found.joint, joint)
-    np.testing.assert_array_equal(found.risk, risk)
-    assert found.pairs == int((alpha > 0).sum())
+    np.testing.assert_array_equal(result.joint, joint)
+    np.testing.assert_array_equal(result.risk, risk)
+    assert result.pairs == int((alpha > 0).sum())
 
 
 @given(st.integers(0, 999), st.sampled_from([0.001, 0.01, 0.1, 1.0]))
@@ -77,18 +77,18 @@ def test_shares_above_powers_of_ten(seed: int, level: float) -> None:
     alpha, deviation = drawn(seed, 50)
     alpha[0], deviation[0] = 0.5, 2.0 * level * 1.001  # in the first cell that counts
     risk = (alpha * deviation)[alpha > 0]
-    found = pairs.PairCounts.of(alpha, deviation).share_above(level)
-    assert found == (risk >= level).mean()
+    result = pairs.PairCounts.of(alpha, deviation).share_above(level)
+    assert result == (risk >= level).mean()
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=4))
 def test_counts_of_looks_add_up(seeds: list[int]) -> None:
     parts = [drawn(seed, 20) for seed in seeds]
-    found = CollectedPairs({}, {n: {3: PairCounts.of(*part)} for n, part in enumerate(parts)})
+    result = CollectedPairs({}, {n: {3: PairCounts.of(*part)} for n, part in enumerate(parts)})
     whole = PairCounts.of(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-    np.testing.assert_array_equal(found.total().joint, whole.joint)
-    np.testing.assert_array_equal(found.total().risk, whole.risk)
-    assert found.total([0]).pairs == PairCounts.of(*parts[0]).pairs
+    np.testing.assert_array_equal(result.total().joint, whole.joint)
+    np.testing.assert_array_equal(result.total().risk, whole.risk)
+    assert result.total([0]).pairs == PairCounts.of(*parts[0]).pairs
 
 
 def collected() -> CollectedPairs:
@@ -106,8 +106,8 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
     again = CollectedPairs.load(path)
     assert again.about == whole.about
     assert sorted(again.steps) == [0, 50, 100]
-    for step, found in whole.steps.items():
-        for layer, counts in found.items():
+    for step, result in whole.steps.items():
+        for layer, counts in result.items():
             np.testing.assert_array_equal(again.steps[step][layer].joint, counts.joint)
             np.testing.assert_array_equal(again.steps[step][layer].risk, counts.risk)
 
@@ -149,9 +149,9 @@ def test_the_diagnostic_draws_a_file_beside_the_models_own_pairs(tmp_path: Path)
     model = ReferenceDecoder(DecoderConfig(layers=2, heads=4, kv_heads=2), 5)
     subject = subject_of(model, rows_of(model.config, [7, 6]))
     options = diagnostic.Options(pairs=500, collected=str(path))
-    found = diagnostic.diagnose(subject, options)
-    assert {"density", "density_training", "risk_training"} <= {f.key for f in found.figures}
-    assert any("a probe of 2 rows with 9 response tokens" in note for note in found.notes)
+    result = diagnostic.diagnose(subject, options)
+    assert {"density", "density_training", "risk_training"} <= {f.key for f in result.figures}
+    assert any("a probe of 2 rows with 9 response tokens" in note for note in result.notes)
     plain = diagnostic.diagnose(subject, TINY)
     assert not {"density_training", "risk_training"} & {f.key for f in plain.figures}
 
@@ -198,13 +198,13 @@ def test_weights_and_deviations_of_pairs(
                         away = (value[:, t] - state.output[:, k]).norm(dim=-1)
                         wanted.append((state.alpha[:, k, t], away / value.shape[-1] ** 0.5))
         assert len(alpha) == len(wanted)
-        for name, found, column in (("alpha", alpha, 0), ("deviation", deviation, 1)):
+        for name, actual, column in (("alpha", alpha, 0), ("deviation", deviation, 1)):
             expected = torch.stack([one[column] for one in wanted]) if wanted else None
             if expected is not None:
                 # Rows by (batch row, k, t) there, by block of queries here: both sorted alike.
-                order = (np.lexsort(one.T[::-1]) for one in (found, expected.numpy()))
+                order = (np.lexsort(one.T[::-1]) for one in (actual, expected.numpy()))
                 mine, theirs = (
                     torch.as_tensor(x)[torch.as_tensor(i)]
-                    for x, i in zip((found, expected), order, strict=True)
+                    for x, i in zip((actual, expected), order, strict=True)
                 )
                 close(mine, theirs, theirs.max() + 1.0, MODEL, name=name)

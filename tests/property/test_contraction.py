@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alphatoken.estimate import contraction
+from alphatoken.direction import contraction
 from benchmarks.gram import contract_gram
 from tests.property.profiles import budget
 from tests.property.setups import CONTRACTION

@@ -20,8 +20,8 @@ from alphatoken import ConfigError, DataError, InputError, NumericalError, selec
 from alphatoken.data import Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources
 from alphatoken.data.split import leak_keys
-from alphatoken.score.kept_rows import best_rows
-from alphatoken.score.rows import Corpus, draw_rows
+from alphatoken.score.job import Corpus, draw_rows
+from alphatoken.score.results import best_rows
 from alphatoken.select.masks import keep_count, top_mask
 
 NUMBERS = st.one_of(
@@ -52,11 +52,11 @@ def _check_places(path: Path, lines: Sequence[Any], start: int, more: int) -> No
         return
     source = sources.source_of(json.loads(json.dumps(asdict(sources.find_source(path)))))
     assert source.rows == len(rows)
-    found = list(source.read(start, start + more))
+    rows_read = list(source.read(start, start + more))
     due = rows[start : start + more]
-    assert [one.index for one in found] == list(range(len(rows)))[start : start + more]
-    assert [one.place for one in found] == [f"rows.jsonl, line {n}" for n, _ in due]
-    for one, (_, line) in zip(found, due, strict=True):
+    assert [one.index for one in rows_read] == list(range(len(rows)))[start : start + more]
+    assert [one.place for one in rows_read] == [f"rows.jsonl, line {n}" for n, _ in due]
+    for one, (_, line) in zip(rows_read, due, strict=True):
         if isinstance(line, tuple):
             assert one.record == json.loads(_line(line, good=True))
         else:
@@ -181,22 +181,22 @@ def test_corpus(
 
         def stream() -> tuple[list[Row], list[Row], dict[str, int]]:
             corpus = Corpus(sources.find_source(path), Fields(), _Letters(), fisher=keys)
-            held = draw_rows(corpus, drawn, seed)
-            out = frozenset(row.index for row in held)
-            held_keys = frozenset(key for row in held for key in leak_keys(row))
+            validation = draw_rows(corpus, drawn, seed)
+            out = frozenset(row.index for row in validation)
+            held_keys = frozenset(key for row in validation for key in leak_keys(row))
             corpus = replace(corpus, drawn=out, validation=held_keys)
             counts = corpus.survey().counts
             starts = range(0, corpus.source.rows, cut)
             rows = [row for first in starts for row in corpus.rows(first, first + cut)]
-            return [row.example.row for row in rows if row.example is not None], held, counts
+            return [row.example.row for row in rows if row.example is not None], validation, counts
 
-        due, found = _outcome(split), _outcome(stream)
+        due, streamed = _outcome(split), _outcome(stream)
     if isinstance(due, type):
-        assert found is due
+        assert streamed is due
         return
-    assert found[:2] == due[:2]
+    assert streamed[:2] == due[:2]
     for name in ("rows", "train", "drawn_validation", *_REMOVED):
-        assert found[2][name] == due[2][name], name
+        assert streamed[2][name] == due[2][name], name
 
 
 @given(

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from alphatoken.config import ScorerConfig
 from alphatoken.diagnose import arithmetic
-from alphatoken.diagnose.arithmetic import Arithmetic, Options, redrawn_changes
+from alphatoken.diagnose.arithmetic import Options, redrawn_changes
 from alphatoken.diagnose.diagnosis import Diagnosis
-from alphatoken.diagnose.own_values import keep_shares
 from alphatoken.diagnose.subject import Subject
+from alphatoken.diagnose.valuing import keep_shares, recombined
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.scorer import Scorer
 from tests.property.test_diagnose_stability import planted, rows_of
@@ -145,20 +145,20 @@ def test_what_other_rows_change_is_counted_draw_by_draw() -> None:
     Proves: what other rows change is counted draw by draw (exact), against loops over draws.
     """
     columns, ratio, seed = planted(near=30), 0.4, 3
-    rows, rest = len(columns.tokens), np.linspace(0, 3, 110)
+    (sums, tokens), rest = columns, np.linspace(0, 3, 110)
+    rows = len(tokens)
     share = keep_shares(columns, rest, ratio, 60, seed=seed)
 
     def keeps(weights: np.ndarray) -> set[int]:
-        values = columns.sums @ weights / (weights @ columns.tokens) + rest
+        values = sums @ weights / (weights @ tokens) + rest
         return {*sorted(range(110), key=lambda k: -values[k])[:44]}
 
     own, generator = keeps(np.ones(rows)), np.random.default_rng(seed)
     draws = generator.multinomial(rows, np.full(rows, 1 / rows), size=60)
     wanted = np.mean([len(keeps(weights) ^ own) / 110 for weights in draws])
     assert wanted > 0.01
-    assert redrawn_changes(columns.at(np.ones(rows)) + rest, share, ratio).mean() == pytest.approx(
-        wanted
-    )
+    truth = recombined(columns, np.ones(rows)) + rest
+    assert redrawn_changes(truth, share, ratio).mean() == pytest.approx(wanted)
 
 
 # --- the verdict ---------------------------------------------------------------------------------
@@ -223,13 +223,11 @@ def test_weights_loaded_in_16_bits_are_cast_up_and_stay() -> None:
 
 
 def test_a_cpu_has_no_tf32_and_the_process_stays_as_it_was() -> None:
-    names = {one.name for one in arithmetic._OTHERS}
-    whole = {one.name for one in arithmetic._OTHERS if one.on("cuda", {torch.float32})}
-    assert whole == names
-    some = {one.name for one in arithmetic._OTHERS if one.on("cpu", {torch.float32})}
-    assert names - some == {"TF32", "float16 weights"}
+    names = set(arithmetic._tried("cuda", {torch.float32}))
+    assert names - set(arithmetic._tried("cpu", {torch.float32})) == {"TF32", "float16 weights"}
+    assert "float16 weights" in arithmetic._tried("cpu", {torch.float16})
     before = torch.get_float32_matmul_precision()
-    with Arithmetic("both", autocast=True, tf32=True).used("cpu"):
+    with arithmetic.rounded("cpu", autocast=True, tf32=True):
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.is_autocast_enabled("cpu")
     assert torch.get_float32_matmul_precision() == before

@@ -60,19 +60,17 @@ def test_known_clusters_are_found_and_lie_apart_in_the_picture():
     assert np.linalg.norm(centres[0] - centres[1]) > sum(radii)
 
 
-def test_the_picture_is_a_function_of_points_and_seed_and_copes_with_few():
+def test_the_picture_is_a_function_of_points_and_seed_and_copes_with_few(
+    monkeypatch: pytest.MonkeyPatch,
+):
     points = np.random.default_rng(2).standard_normal((40, 5))
     np.testing.assert_array_equal(picture_of(points, seed=3), picture_of(points, seed=3))
     assert picture_of(points[:4], seed=0).shape == (4, 2)
     assert picture_of(points[:, :1], seed=0).shape == (40, 2)
     assert np.isfinite(picture_of(np.zeros((6, 3)), seed=0)).all()
-    with pytest.raises(InputError, match="4 points"):
-        picture_of(points[:3], seed=0)
-    with pytest.raises(InputError, match="not finite"):
-        picture_of(np.full((5, 2), np.nan), seed=0)
-
-
-def test_missing_scikit_learn_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch):
+    for cloud, cause in ((points[:3], "4 points"), (np.full((5, 2), np.nan), "not finite")):
+        with pytest.raises(InputError, match=cause):
+            picture_of(cloud, seed=0)
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ConfigError, match=r"alphatoken\[diagnose\]"):
         picture_of(np.zeros((9, 2)), seed=0)
@@ -133,8 +131,7 @@ def test_the_head_is_found_on_every_family(family):
     logits = logits * scale if cap is None else cap * torch.tanh(logits / cap)
     losses = F.cross_entropy(logits, labels_of(rows), reduction="none")
     np.testing.assert_allclose(losses.numpy(), found["losses"], rtol=1e-5, atol=1e-5)
-    depth = len(find_adapter(model).layers())
-    assert depth == family.depth
+    assert len(find_adapter(model).layers()) == family.depth
 
 
 # --- the picture ---------------------------------------------------------------------------------

@@ -33,21 +33,19 @@ def cloud(probes: int, size: int, seed: int) -> np.ndarray:
 # --- distances -----------------------------------------------------------------------------------
 
 
-def test_shifts_by_hand():
+def test_measures_by_hand():
+    """Shifts in lengths of the state before; losses and their change a token."""
     before, after = np.array([[3.0, 4.0], [0.0, 2.0]]), np.array([[3.0, 4.0], [2.0, 0.0]])
     np.testing.assert_allclose(drift.relative_shift(before, after), [0, math.sqrt(2)])
     assert math.isnan(drift.relative_shift(np.zeros((1, 2)), np.ones((1, 2)))[0])
-
-
-def test_nothing_moved_is_zero_and_the_change_of_loss_is_per_token():
-    def pooled(losses: list[float]) -> dict[str, np.ndarray]:
-        return {"states": np.ones((9, 1)), "losses": np.array(losses)}
-
-    found = drift.set_record(pooled([1.0] * 9), pooled([1.0] * 8 + [46.0]), np.arange(1.0, 10))
-    shift = found["relative_shift"]
+    first, last = (
+        {"states": np.ones((9, 1)), "losses": np.array([1.0] * 8 + [end])} for end in (1.0, 46.0)
+    )
+    record = drift.set_record(first, last, np.arange(1.0, 10))
+    shift = record["relative_shift"]
     assert (shift.value, shift.low, shift.high) == (0.0, 0.0, 0.0)
-    assert found["loss_before"].value == pytest.approx(9 / 45)
-    assert found["loss_change"].value == pytest.approx(1.0)
+    assert record["loss_before"].value == pytest.approx(9 / 45)
+    assert record["loss_change"].value == pytest.approx(1.0)
 
 
 # --- states --------------------------------------------------------------------------------------
@@ -87,18 +85,6 @@ def tiny_subject(**changes) -> Subject:
     return Subject(**{**given, **changes})
 
 
-def test_two_equal_models_have_not_drifted():
-    subject = tiny_subject()
-    same = copy.deepcopy(subject.model)
-    found = drift.diagnose(tiny_subject(reference=same), drift.Options(probes=10))
-    for record in found.table("drift-sets").records():
-        assert record["relative_shift"] == 0.0
-        assert record["loss_change"] == 0.0
-    places = found.figure("drift-map").data.records()
-    assert len(places) == 2 * 20
-    assert "by 0.00 [0.00, 0.00] lengths" in found.conclusion
-
-
 def test_a_tuned_copy_has_and_the_model_has_not():
     subject = tiny_subject(tuning_rate=1e-2)
     before = {name: p.clone() for name, p in subject.model.named_parameters()}
@@ -135,28 +121,10 @@ def test_the_model_alone_beside_others_is_the_one_before(three: Diagnosis):
     records = {(r["model"], r["set"]): r for r in three.table("drift-sets").records()}
     assert {model for model, _ in records} == {"near", "far"}
     for one in ("first", "second"):
-        assert records["near", one]["relative_shift"] == 0.0
+        assert records["near", one]["relative_shift"] == records["near", one]["loss_change"] == 0.0
         assert records["far", one]["relative_shift_low"] > 0.1
     assert three.settings["tuning_steps"] is None
     assert three.notes[0] == "Before: the model given."
-
-
-def test_all_models_lie_in_one_space(three: Diagnosis):
-    """A model that has not moved lies where the one before lies, and one that has does not."""
-    places = {
-        (r["model"], r["set"], r["probe"]): (r["x"], r["y"])
-        for r in three.figure("drift-map").data.records()
-    }
-    assert len(places) == 3 * 20
-    every = np.array(list(places.values()))
-    for one in ("first", "second"):
-        before, near, far = (
-            np.array([places[model, one, probe] for probe in range(10)])
-            for model in ("before", "near", "far")
-        )
-        apart = np.linalg.norm(near - before, axis=1).mean()
-        assert apart < 0.05 * every.std()
-        assert np.linalg.norm(far - before, axis=1).mean() > 5 * apart
 
 
 def test_the_space_is_fitted_once_a_set_on_every_model(monkeypatch: pytest.MonkeyPatch):
@@ -181,28 +149,21 @@ def test_a_model_given_with_its_reference_goes_beside_others_by_its_label():
         model=moved(model, 0.5), reference=model, beside={"far": lambda: moved(model, 3.0)}
     )
     found = drift.diagnose(subject, drift.Options(probes=10, label="alphatoken"))
-    shifts = {
-        r["model"]: r["relative_shift"]
-        for r in found.table("drift-sets").records()
-        if r["set"] == "first"
-    }
+    records = found.table("drift-sets").records()
+    shifts = {r["model"]: r["relative_shift"] for r in records if r["set"] == "first"}
     assert 0 < shifts["alphatoken"] < shifts["far"]
     with pytest.raises(ConfigError, match="two models have one name"):
         drift.diagnose(subject, drift.Options(probes=10, label="far"))
 
 
 def test_an_ellipse_holds_its_share_of_a_normal_cloud_and_touches_its_axes():
-    """200,000 points: z-test of the share inside at 4 deviations."""
+    """Against the quantile of chi^2_2, of 200,000 points."""
     mix = np.array([[2.0, 0.0], [1.5, 0.5]])
     points = cloud(200_000, 2, 3) @ mix.T + [5.0, -1.0]
     outline = ellipse_of(points)
     inverse = np.linalg.inv(mix @ mix.T)
     radii = np.einsum("ni,ij,nj->n", outline - [5.0, -1.0], inverse, outline - [5.0, -1.0])
     np.testing.assert_allclose(radii, stats.chi2(2).ppf(0.95), rtol=0.02)
-    away = points - points.mean(0)
-    inside = np.einsum("ni,ij,nj->n", away, inverse, away) <= radii.mean()
-    error = math.sqrt(0.95 * 0.05 / len(points))
-    assert abs(inside.mean() - 0.95) < 4 * error + 0.001
     flat = ellipse_of(np.stack([np.arange(9.0), np.zeros(9)], 1))
     assert np.abs(flat[:, 1]).max() < 1e-6
 
@@ -219,11 +180,6 @@ def test_few_probes_give_no_number_and_say_so():
     assert math.isnan(record["relative_shift"])
     assert found.conclusion == "How far states moved is not defined."
     assert any("Too few probes" in note for note in found.notes)
-
-
-def test_retention_rows_are_needed():
-    with pytest.raises(DataError, match="retention"):
-        drift.diagnose(tiny_subject(retention={}))
 
 
 def test_states_that_are_not_finite_are_refused():

@@ -23,8 +23,7 @@ from alphatoken.diagnose.heatmap import (
 )
 from alphatoken.diagnose.statistics import Estimate
 from alphatoken.diagnose.subject import Subject
-from alphatoken.errors import ConfigError
-from alphatoken.score.drawing import MINUS, PLUS, colour_of
+from alphatoken.score.page import MINUS, PLUS, colour_of
 from alphatoken.score.values import visible
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.rows import drawn_rows as rows_of
@@ -109,83 +108,58 @@ def test_layout_loses_no_letter_and_fits_the_columns():
     tokens = ["ab", " cdefg", "\u21b5\n", "", "hijklmnopqrstuv", "\n\nw"]
     pieces, shown = laid_out(tokens, 7, 20)
     assert shown == len(tokens)
-    assert all(p.column >= 0 and p.column + len(p.text) <= 7 for p in pieces)
+    assert all(column >= 0 and column + len(text) <= 7 for _, _, column, text in pieces)
     for number, token in enumerate(tokens):
-        own = "".join(p.text for p in pieces if p.token == number)
+        own = "".join(text for place, *_, text in pieces if place == number)
         assert own == token.replace("\n", "")
-    places = [(p.line, p.column) for p in pieces]
+    places = [(line, column) for _, line, column, _ in pieces]
     assert places == sorted(places)
-    taken = {(p.line, p.column + i) for p in pieces for i in range(len(p.text))}
-    assert len(taken) == sum(len(p.text) for p in pieces)
-
-
-def test_layout_stops_at_the_last_line_with_whole_tokens():
+    letters = {(line, at + i) for _, line, at, text in pieces for i in range(len(text))}
+    assert len(letters) == sum(len(text) for *_, text in pieces)
+    # It stops at the last line, with whole tokens.
     pieces, shown = laid_out(["abc", "def", "ghi", "j"], 3, 2)
     assert shown == 2
-    assert {p.token for p in pieces} == {0, 1}
+    assert {token for token, *_ in pieces} == {0, 1}
     assert laid_out(["abcdefgh"], 3, 2) == ([], 0)
 
 
-def fills(svg: str, colour: tuple[int, int, int]) -> int:
-    """How often a colour stands in a drawing."""
-    return svg.count("#{:02x}{:02x}{:02x}".format(*colour))
+def test_a_figure_of_hostile_text_shows_each_token_by_its_own_colour():
+    def fills(svg: str, colour: tuple[int, int, int]) -> int:
+        return svg.count("#{:02x}{:02x}{:02x}".format(*colour))
 
-
-def test_a_figure_of_hostile_text_shows_both_colours():
     values = [(-1.0) ** i * (i + 1) for i in range(len(HOSTILE))]  # in sign by turns, growing
     svg = drawn(HOSTILE, "a <b> $\n", values, [-v for v in values], [0.0] * len(HOSTILE))
-    for colour in (PLUS, MINUS):
-        assert fills(svg, colour) > 0, colour
+    assert fills(svg, PLUS) > 0
+    assert fills(svg, MINUS) > 0
     assert "<script" not in svg
     assert "http://" not in svg.replace("http://www.w3.org", "")
     ElementTree.fromstring(svg)
-
-
-def test_the_first_token_is_coloured_by_its_own_value():
     for value, colour, other in ((2.0, PLUS, MINUS), (-2.0, MINUS, PLUS)):
         svg = drawn(("    ", " b"), "", [value, 1e-9])
-        assert fills(svg, colour) == 1
-        assert fills(svg, other) == 0
+        assert (fills(svg, colour), fills(svg, other)) == (1, 0)
 
 
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def planted() -> dict[str, np.ndarray]:
-    size = 40
-    return {
-        "row": np.repeat([0, 1], size // 2),
-        "position": np.arange(size),
-        "kept": np.arange(size) >= size // 2,
-        "total": np.arange(size, dtype=float) - 10,
-        "adaptation_direct": np.full(size, 3.0),
-        "stability_direct": np.full(size, -1.0),
-    }
-
-
-def test_shares_are_of_summed_magnitudes():
-    found = heatmap.shares_of(planted())
-    assert found["adaptation_direct"].value == pytest.approx(0.75)
-    assert found["stability_direct"].value == pytest.approx(0.25)
-
-
-def test_kinds_are_kept_as_their_tokens_are():
-    found = heatmap.kinds_of(planted(), ["a"] * 20 + ["7"] * 20)
-    by_kind = {record["kind"]: record for record in found}
-    assert by_kind["number"]["kept"].value == 1.0
-    assert by_kind["inside a word"]["kept"].value == 0.0
-    assert by_kind["number"]["tokens"] == 20
-
-
-def test_the_parts_add_up_to_the_total_with_lambda():
+def test_parts_shares_and_kinds_by_hand():
+    """Parts add up to the total with lambda; shares are of summed magnitudes, kinds of tokens."""
+    one = np.ones(1)
+    parts = heatmap.parts_of({"total": 4 * one, "adaptation": one, "stability": 2 * one}, 1.5)
+    assert list(parts) == ["total", "adaptation", "stability"]
+    assert parts["adaptation"] + parts["stability"] == parts["total"]
     columns = {
-        "total": np.array([4.0]),
-        "adaptation": np.array([1.0]),
-        "stability": np.array([2.0]),
+        "row": np.repeat([0, 1], 20),
+        "kept": np.arange(40) >= 20,
+        "adaptation_direct": np.full(40, 3.0),
+        "stability_direct": np.full(40, -1.0),
     }
-    found = heatmap.parts_of(columns, 1.5)
-    assert list(found) == ["total", "adaptation", "stability"]
-    assert found["adaptation"] + found["stability"] == found["total"]
+    shares = heatmap.shares_of(columns)
+    assert shares["adaptation_direct"].value == pytest.approx(0.75)
+    assert shares["stability_direct"].value == pytest.approx(0.25)
+    kinds = {r["kind"]: r for r in heatmap.kinds_of(columns, ["a"] * 20 + ["7"] * 20)}
+    assert (kinds["number"]["kept"].value, kinds["number"]["tokens"]) == (1.0, 20)
+    assert kinds["inside a word"]["kept"].value == 0.0
 
 
 # --- the whole -----------------------------------------------------------------------------------
@@ -246,16 +220,10 @@ def test_an_estimator_without_split_shows_its_sides():
     assert any("one value" in note for note in found.notes)
 
 
-def test_a_row_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match="does not exist"):
-        heatmap.diagnose(tiny_subject(), heatmap.Options(rows=(14,)))
-
-
-def about(value: float) -> Estimate:
-    return Estimate(value, value - 0.05, value + 0.05, 40)
-
-
 def test_kinds_that_cannot_be_told_from_all_are_not_named():
+    def about(value: float) -> Estimate:
+        return Estimate(value, value - 0.05, value + 0.05, 40)
+
     kinds = [{"kind": "words", "kept": about(0.5)}]
     assert heatmap._conclusion(Table.of("kinds", "", kinds), 0.5).startswith("No kind")
     kinds += [{"kind": "numbers", "kept": about(0.9)}, {"kind": "spaces", "kept": about(0.2)}]

@@ -1,4 +1,4 @@
-"""Options of all ten diagnostics: each says what it is, and refuses what has no meaning."""
+"""All ten diagnostics: options say what they are; what has no meaning or no rows is refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from alphatoken.diagnose.registry import DIAGNOSTICS, find
-from alphatoken.errors import ConfigError
+from alphatoken.config import ScorerConfig
+from alphatoken.diagnose import DIAGNOSTICS, find
+from alphatoken.errors import AlphaTokenError, ConfigError, DataError, InputError
 from alphatoken.support.options import limits_of
+from tests.property.test_diagnose_heatmap import tiny_subject
+from tests.rows import drawn_rows
 
 NAMES = [entry.name for entry in DIAGNOSTICS]
 BEYOND = {"at_least": -1, "above": 0, "at_most": 1, "below": 0}
@@ -48,3 +51,45 @@ def test_every_option_has_its_help_and_every_number_its_limits(name: str) -> Non
 def test_options_without_meaning_are_refused(name: str, wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         find(name).load().Options(**wrong)
+
+
+SHORT = {"train": drawn_rows([(2, 3)] * 2)}
+WALK = {"config": ScorerConfig("walk")}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "changes", "error", "cause"),
+    [
+        *(
+            (name, {}, SHORT, InputError, rf"at least {fewest} response tokens")
+            for name, fewest in {
+                "estimators": 24, "utility": 16, "value-propagation": 8, "heatmap": 8,
+                "coverage": 16, "sensitivity": 16, "stability": 16, "arithmetic": 16,
+            }.items()
+        ),
+        ("fisher", {}, SHORT | {"retention": {"a": drawn_rows([(2, 3)])}}, InputError, "at least"),
+        *((name, {}, {}, DataError, "--retention_set") for name in ("fisher", "drift")),
+        *(
+            (name, {}, {"validation": drawn_rows([(2, 4)] * 3)}, DataError, "validation rows")
+            for name in ("sensitivity", "stability", "arithmetic")
+        ),
+        *((name, {}, WALK, ConfigError, "first-order") for name in ("utility", "sensitivity")),
+        ("fisher", {}, WALK | {"retention": {"a": []}}, ConfigError, "first-order"),
+        (
+            "stability", {}, {"config": ScorerConfig(objective="stability")}, ConfigError,
+            "validation side",
+        ),
+        ("estimators", {"layers": (7,)}, {}, ConfigError, "lie within the model"),
+        ("heatmap", {"rows": (14,)}, {}, ConfigError, "does not exist"),
+    ],
+)  # fmt: skip
+def test_what_a_diagnostic_cannot_do_without_is_refused(
+    name: str,
+    options: dict[str, Any],
+    changes: dict[str, Any],
+    error: type[AlphaTokenError],
+    cause: str,
+) -> None:
+    module = find(name).load()
+    with pytest.raises(error, match=cause):
+        module.diagnose(tiny_subject(**changes), module.Options(**options))

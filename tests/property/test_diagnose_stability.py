@@ -1,7 +1,8 @@
-"""Stability: values recombined from validation rows, planted noise, planted dependence."""
+"""Stability and sensitivity: values recombined, planted noise, dependence and settings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +12,22 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken.config import ScorerConfig
+from alphatoken.config import ESTIMATORS, ScorerConfig
 from alphatoken.data import Example
-from alphatoken.diagnose import own_values, stability
-from alphatoken.diagnose.own_values import OwnValues, RowColumns, keep_shares, row_columns
-from alphatoken.diagnose.stability import NOISE, classify
+from alphatoken.diagnose import sensitivity, stability, valuing
+from alphatoken.diagnose.sensitivity import Options
+from alphatoken.diagnose.stability import classify
 from alphatoken.diagnose.statistics import Estimate, percent
 from alphatoken.diagnose.subject import Subject
+from alphatoken.diagnose.valuing import (
+    Columns,
+    OwnValues,
+    keep_shares,
+    recombined,
+    row_columns,
+)
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.errors import ConfigError, DataError, InputError
-from alphatoken.estimate.names import ESTIMATORS
+from alphatoken.errors import ConfigError, InputError
 from alphatoken.scorer import Scorer
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.profiles import budget
@@ -96,8 +103,8 @@ def test_a_weighted_sum_of_columns_is_a_scoring_against_the_resample(
     drawn = [row for row, w in zip(subject.validation, weights, strict=True) for _ in range(w)]
     again = scorer_of(subject, drawn)
     direct = subject.score(again, subject.train)["total"]
-    found = columns.at(np.array(weights))
-    scale = float(np.abs(columns.sums).max())
+    found = recombined(columns, np.array(weights))
+    scale = float(np.abs(columns[0]).max())
     close(torch.from_numpy(found), torch.from_numpy(direct), scale, 1e-11)
 
 
@@ -107,52 +114,58 @@ def test_the_scorer_gets_its_validation_rows_back_and_chunks_do_not_matter(
     subject = small()
     scorer = scorer_of(subject)
     before = subject.score(scorer, subject.train)["total"]
-    whole = row_columns(subject, scorer, subject.train, subject.validation)
-    monkeypatch.setattr(own_values, "_HELD", 1)
-    parts = row_columns(subject, scorer, subject.train, subject.validation)
-    np.testing.assert_allclose(parts.sums, whole.sums, rtol=1e-12)
+    whole, _ = row_columns(subject, scorer, subject.train, subject.validation)
+    monkeypatch.setattr(valuing, "_HELD", 1)
+    parts, _ = row_columns(subject, scorer, subject.train, subject.validation)
+    np.testing.assert_allclose(parts, whole, rtol=1e-12)
     assert np.array_equal(subject.score(scorer, subject.train)["total"], before)
 
 
-def test_a_choice_without_tokens_is_refused() -> None:
-    columns = RowColumns(np.ones((3, 2)), np.array([4, 0]))
-    with pytest.raises(InputError, match="no response token"):
-        columns.at(np.array([0, 1]))
-
-
-def test_an_objective_without_validation_side_is_refused() -> None:
-    subject = small(config=ScorerConfig(layers=2, objective="stability"))
+def columns_of(subject: Subject) -> Columns:
     scorer = scorer_of(subject, retention=drifted(subject))
-    with pytest.raises(ConfigError, match="linear in their gradients"):
-        row_columns(subject, scorer, subject.train, subject.validation)
-    with pytest.raises(ConfigError, match="validation side"):
-        stability.diagnose(subject)
+    return row_columns(subject, scorer, subject.train, subject.validation)
 
 
-def test_a_walk_is_not_linear_in_the_gradients_of_rows() -> None:
-    subject = small(config=ScorerConfig("walk", walk_steps=2))
-    with pytest.raises(ConfigError, match="linear in their gradients"):
-        row_columns(subject, scorer_of(subject), subject.train, subject.validation)
+@pytest.mark.parametrize(
+    ("call", "error", "cause"),
+    [
+        (
+            lambda: recombined((np.ones((3, 2)), np.array([4, 0])), np.array([0, 1])),
+            InputError, "no response token",
+        ),
+        (
+            lambda: columns_of(small(config=ScorerConfig(layers=2, objective="stability"))),
+            ConfigError, "objective",
+        ),
+        (
+            lambda: columns_of(small(config=ScorerConfig("walk", walk_steps=2))),
+            ConfigError, "estimator",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_recombined_is_refused(
+    call: Callable[[], object], error: type[Exception], cause: str
+) -> None:
+    with pytest.raises(error, match=cause):
+        call()
 
 
 # --- what is noise -------------------------------------------------------------------------------
 
 
-def planted(seed: int = 0, near: int = 20, far: int = 40, rows: int = 32) -> RowColumns:
+def planted(seed: int = 0, near: int = 20, far: int = 40, rows: int = 32) -> Columns:
     """Tokens far above, near, and far below the threshold, with the same noise a row."""
     generator = np.random.default_rng(seed)
     centre = np.concatenate([np.full(far, 9.0), 0.02 * np.arange(near), np.full(far, -9.0)])
     tokens = generator.integers(1, 9, rows)
     noise = generator.standard_normal((len(centre), rows))
     noise -= (noise @ tokens / tokens.sum())[:, None]  # so that the values are the centres
-    return RowColumns((centre[:, None] + noise) * tokens, tokens)
+    return (centre[:, None] + noise) * tokens, tokens
 
 
 def test_identical_validation_rows_make_no_noise() -> None:
     """In arithmetic, and through a whole diagnosis."""
-    columns = RowColumns(
-        np.tile(np.random.default_rng(0).normal(size=(50, 1)), (1, 16)), np.ones(16, int)
-    )
+    columns = np.tile(np.random.default_rng(0).normal(size=(50, 1)), (1, 16)), np.ones(16, int)
     keep_share = keep_shares(columns, np.zeros(50), 0.5, 200, seed=0)
     assert set(np.unique(keep_share)) == {0.0, 1.0}
     subject = small(rows=8)
@@ -176,14 +189,6 @@ def test_far_tokens_are_sure_and_near_ones_are_noise(seed: int) -> None:
     assert (state[40:60] == 1).mean() >= 0.9  # within 1.1 standard errors of the threshold
     middle = keep_share[49:51]
     assert ((middle > 0.2) & (middle < 0.8)).all()
-
-
-def test_a_term_that_no_row_changes_makes_decisions_sure() -> None:
-    columns = planted()
-    rest = np.zeros(100)
-    rest[40:50], rest[50:60] = 7.0, -7.0
-    keep_share = keep_shares(columns, rest, 0.5, 200, seed=0)
-    assert (classify(keep_share) != NOISE).all()
 
 
 # --- decisions -----------------------------------------------------------------------------------
@@ -220,8 +225,46 @@ def test_values_that_depend_on_padding_are_flagged() -> None:
     assert said.startswith("WARNING: values depend on padding or on neighbours")
 
 
-def test_too_little_is_refused() -> None:
-    with pytest.raises(DataError, match="at least 4 validation rows"):
-        stability.diagnose(small(validation=rows_of([(2, 3)] * 3, 0)))
-    with pytest.raises(InputError, match="at least 16 response tokens"):
-        stability.diagnose(small(train=rows_of([(2, 3)] * 2, 0)))
+# --- sensitivity to other settings ---------------------------------------------------------------
+
+OPTIONS = Options(windows=(0, 1), weights=(0.0, 1.0))
+
+
+@pytest.mark.slow
+def test_a_diagnosis_of_planted_settings() -> None:
+    """W beyond the rows changes nothing; all is in the tables."""
+    subject = small(rows=9, config=ScorerConfig(layers=2, window=30))
+    before = {name: weight.clone() for name, weight in subject.model.state_dict().items()}
+    diagnosis = sensitivity.diagnose(subject, OPTIONS)
+    records = diagnosis.table("settings").records()
+    by = {(r["setting"], r["value"]): r for r in records}
+    longest = max(len(row.input_ids) for row in subject.train)
+    assert by["W", f"all ({longest})"]["overlap"] == 1
+    assert by["W", "0"]["overlap"] == by["estimator", "direct"]["overlap"]
+    assert by["K", "2"]["default"] is True
+    assert {t.key for t in diagnosis.tables} == {"settings"}
+    weights = {value: r for (setting, value), r in by.items() if setting == "lambda"}
+    assert list(weights) == ["0", "1", "1.5"]
+    assert weights["1.5"]["default"] is True
+    assert weights["1.5"]["overlap"] == 1
+    assert all(torch.equal(before[n], w) for n, w in subject.model.state_dict().items())
+    assert all(p.grad is None for p in subject.model.parameters())
+
+
+def test_adaptation_alone_has_no_lambda() -> None:
+    subject = small(rows=9, batch_size=9, config=ScorerConfig(layers=2, objective="adaptation"))
+    options = replace(OPTIONS, estimators=("alphatoken",), layers=(1,), windows=())
+    diagnosis = sensitivity.diagnose(subject, options)
+    assert not any(r["setting"] == "lambda" for r in diagnosis.table("settings").records())
+    assert not any("fine-tun" in note for note in diagnosis.notes)
+
+
+def test_a_fisher_that_does_not_cover_a_layer_leaves_it_out() -> None:
+    """The Fisher given has the two scored layers; K = 3 is left out, not guessed."""
+    subject = small(rows=9, batch_size=9)
+    given = replace(subject, fisher=drifted(subject))
+    options = replace(OPTIONS, estimators=("alphatoken",), windows=())
+    diagnosis = sensitivity.diagnose(given, options)
+    tried = [r["value"] for r in diagnosis.table("settings").records() if r["setting"] == "K"]
+    assert tried == ["1", "2"]
+    assert any("K = 3 was left out" in note for note in diagnosis.notes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -15,14 +14,13 @@ from torch import Tensor, nn
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.diagnose import statistics
 from alphatoken.diagnose import utility as diagnostic
-from alphatoken.diagnose.diagnosis import Diagnosis
-from alphatoken.diagnose.stepping import OPTIMIZERS, Stepper, mean_loss
+from alphatoken.diagnose.stepping import OPTIMIZERS, Stepper
 from alphatoken.diagnose.subject import Subject
 from alphatoken.diagnose.utility import slope
 from alphatoken.diagnose.valuing import full_gradient
-from alphatoken.errors import InputError, NumericalError
+from alphatoken.errors import NumericalError
 from alphatoken.oracle import utility as oracle
-from alphatoken.oracle.evaluate import displaced
+from alphatoken.oracle.gradients import displaced
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows as rows_of
@@ -93,7 +91,7 @@ def test_leaving_one_out_is_the_oracles(optimizer: str) -> None:
         stepper.model,
         stepper.adapter.forward,
         {**bench.batch.inputs, "labels": bench.batch.labels},
-        lambda: torch.tensor(mean_loss(stepper.model, stepper.validation), dtype=torch.float64),
+        lambda: torch.tensor(stepper.objective(), dtype=torch.float64),
         "adam" if adaptive else "sgd",
         1e-2,
         "response",
@@ -129,18 +127,6 @@ def test_a_step_is_the_optimizers_and_is_taken_back(optimizer: str) -> None:
         assert torch.equal(p.detach(), first[name])
 
 
-@pytest.mark.slow
-def test_the_users_model_is_left_alone() -> None:
-    model = decoder_of()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    model.train()
-    diagnostic.diagnose(subject_of(model, train=rows_of([9] * 8), batch_size=8), QUICK)
-    assert model.training
-    for name, p in model.named_parameters():
-        assert torch.equal(p, before[name])
-        assert p.grad is None
-
-
 def test_a_step_into_nowhere_is_reported() -> None:
     stepper = stepped(subject_of(decoder_of()))
     broken = {n: torch.full_like(p, math.nan) for n, p in stepper.parameters.items()}
@@ -156,9 +142,9 @@ def test_sgd_at_a_tiny_step_is_predicted_exactly() -> None:
     """Correlation and slope 1, error of the order of the step."""
     subject = subject_of(decoder_of(heads=4, kv_heads=2))
     bench = diagnostic._bench(subject, replace(QUICK, optimizer="sgd", learning_rate=1e-5))
-    (best, *_), _ = diagnostic._predictions(bench)
-    assert best.name == "exact, all parameters"
-    assert best.calibrated
+    (name, best), *_ = diagnostic._predictions(bench)[0].items()
+    assert name == "exact, all parameters"
+    assert bench.calibrated(diagnostic._wanted(bench)[name])
     tokens = diagnostic._tokens(bench)
     actual = diagnostic._actual(bench, tokens, 1e-5)
     predicted = bench.predicted(best, tokens)
@@ -176,10 +162,10 @@ def test_predictions_are_the_oracles_derivative() -> None:
     """<grad J, du/dw> of every token, from autograd through Adam's formulas."""
     subject = subject_of(decoder_of())
     bench = diagnostic._bench(subject, replace(QUICK, optimizer="adamw", warmup=4))
-    found = diagnostic._predictions(bench)[0]
-    calibrated = {p.name.rpartition("P=")[2]: p.calibrated for p in found if not p.own}
+    best, *_ = diagnostic._predictions(bench)[0].values()
+    *configs, _ = diagnostic._wanted(bench).items()
+    calibrated = {name.rpartition("P=")[2]: bench.calibrated(one) for name, one in configs}
     assert calibrated == {"full": True, "frozen": True, "1": False}
-    best = found[0]
     stepper = bench.stepper
     state, without = adam_state(stepper), bench.gradient_without(None)
     total = {name: without(name) for name in bench.summed}
@@ -191,7 +177,7 @@ def test_predictions_are_the_oracles_derivative() -> None:
         wanted.append(bench.count * sum(float((slope_here[n] * moved[n]).sum()) for n in moved))
     size = max(abs(x) for x in wanted)
     # The library's floor under v^ shows where a weight has hardly had a gradient.
-    close(torch.from_numpy(best.values), torch.tensor(wanted, dtype=torch.float64), size, 1e-6)
+    close(torch.from_numpy(best), torch.tensor(wanted, dtype=torch.float64), size, 1e-6)
 
 
 def test_slope_and_relative_error() -> None:
@@ -206,15 +192,17 @@ def test_slope_and_relative_error() -> None:
 # --- the diagnosis -------------------------------------------------------------------------------
 
 
-@cache
-def diagnosed() -> Diagnosis:
-    subject = subject_of(decoder_of(), train=rows_of([9] * 8), batch_size=8, oracle_tokens=20)
-    return diagnostic.diagnose(subject, QUICK)
-
-
 @pytest.mark.pictures
 def test_tables_and_figures() -> None:
-    found = diagnosed()
+    """The user's model is left alone."""
+    model = decoder_of().train()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    subject = subject_of(model, train=rows_of([9] * 8), batch_size=8, oracle_tokens=20)
+    found = diagnostic.diagnose(subject, QUICK)
+    assert model.training
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+        assert p.grad is None
     one = found.table("one-token").records()
     assert [r["prediction"] for r in one] == [
         *(f"exact, all parameters, P={k}" for k in ("full", "frozen", "1")),
@@ -235,10 +223,10 @@ def test_predictions_are_the_scorers_own(parameters: str) -> None:
     config = ScorerConfig("label", layers=1, **options) if parameters else None  # type: ignore[arg-type]
     subject = subject_of(decoder_of(), **({} if config is None else {"config": config}))
     bench = diagnostic._bench(subject, replace(QUICK, optimizer="sgd"))
-    own = next(p for p in diagnostic._predictions(bench)[0] if p.own)
+    *_, own = diagnostic._predictions(bench)[0].values()
     scorer = Scorer(subject.model, subject.batches(subject.validation), None, subject.config)
     wanted = subject.score(scorer, subject.train)["total"]
-    close(torch.from_numpy(own.values), torch.from_numpy(wanted), abs(wanted).max(), 1e-11)
+    close(torch.from_numpy(own), torch.from_numpy(wanted), abs(wanted).max(), 1e-11)
 
 
 def test_a_model_with_another_mixer_leaves_the_estimator_out() -> None:
@@ -246,9 +234,3 @@ def test_a_model_with_another_mixer_leaves_the_estimator_out() -> None:
     found = diagnostic.diagnose(subject, replace(QUICK, optimizer="sgd"))
     assert any("is left out" in note for note in found.notes)
     assert len(found.table("one-token").rows) == 1
-
-
-def test_too_few_tokens_are_refused() -> None:
-    subject = subject_of(decoder_of(), train=rows_of([6, 5]))
-    with pytest.raises(InputError, match="16 response tokens"):
-        diagnostic.diagnose(subject, QUICK)

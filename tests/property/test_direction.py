@@ -75,13 +75,13 @@ def absolute_gradient(*given: Any) -> dict[str, Tensor]:
 def preference_batches(setup: Setup, beta: float, normalization: str) -> list[PreferenceBatch]:
     """Validation batches 2n and 2n + 1 as chosen and rejected, with random references."""
     batches = setup.case.validation
-    found = []
+    pairs = []
     for n in range(0, len(batches) - 1, 2):
         generator = torch.Generator().manual_seed(setup.case.seed + n)
         rows = len(batches[n]["labels"])
         reference = torch.randn(2, rows, generator=generator, dtype=torch.float64)
-        found.append(PreferenceBatch(batches[n], batches[n + 1], *reference, beta, normalization))
-    return found
+        pairs.append(PreferenceBatch(batches[n], batches[n + 1], *reference, beta, normalization))
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -287,25 +287,25 @@ def test_direction_is_never_stale(setup: Setup, estimator: str) -> None:
     assert torch.equal(quiet_score(scorer, setup.case.batch).total, first)
     scoped = {id(p) for p in scorer.parameters.values()}
     outside = [p for p in model.parameters() if id(p) not in scoped]
+
+    def require_fresh() -> None:
+        fresh = Scorer(model, setup.case.validation, drift, scorer.config)
+        expected = quiet_score(fresh, setup.case.batch).total
+        assert torch.equal(quiet_score(scorer, setup.case.batch).total, expected)
+
     for p in (next(iter(scorer.parameters.values())), outside[0]):
         with torch.no_grad():
             p.mul_(1.25)
-        again = Scorer(model, setup.case.validation, drift, scorer.config)
-        expected = quiet_score(again, setup.case.batch).total
-        assert torch.equal(quiet_score(scorer, setup.case.batch).total, expected)
+        require_fresh()
     first_weight = next(iter(scorer.parameters.values()))
     if len(first_weight) > 1:  # the same numbers, in other places
         first_weight.data[[0, 1]] = first_weight.data[[1, 0]].clone()
     else:
         outside[0].data.mul_(0.8)
-    again = Scorer(model, setup.case.validation, drift, scorer.config)
-    expected = quiet_score(again, setup.case.batch).total
-    assert torch.equal(quiet_score(scorer, setup.case.batch).total, expected)
+    require_fresh()
     first_weight.requires_grad_(False)
     if any(p.requires_grad for p in scorer.scope.parameters().values()):
-        again = Scorer(model, setup.case.validation, drift, scorer.config)
-        expected = quiet_score(again, setup.case.batch).total
-        assert torch.equal(quiet_score(scorer, setup.case.batch).total, expected)
+        require_fresh()
 
 
 @pytest.mark.parametrize(
@@ -337,9 +337,9 @@ def test_gradients_are_summed_one_by_one_and_none_is_held() -> None:
     unused = torch.zeros(3, requires_grad=True)
     given = {"unused": unused, **dict(reversed(parameters.items()))}
     alive: list[int] = []
-    made: list[weakref.ref[torch.Tensor]] = []
+    made: list[weakref.ref[Tensor]] = []
 
-    def look(gradient: torch.Tensor) -> None:
+    def look(gradient: Tensor) -> None:
         made.append(weakref.ref(gradient))
         alive.append(sum(one() is not None for one in made))
 

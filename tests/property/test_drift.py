@@ -146,9 +146,6 @@ def test_a_fisher_of_something_else_is_refused(seed: int, structure: str) -> Non
     assert _refused(lambda: named.check_identity({"depth": "2"}), "another architecture")
 
 
-# --- bad files ------------------------------------------------------------------------------------
-
-
 def entries(**changed: Any) -> dict[str, Tensor]:
     tensors = {
         "fisher/a.weight": torch.ones(2, 3), "reference/a.weight": torch.zeros(2, 3),

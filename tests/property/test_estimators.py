@@ -184,9 +184,6 @@ MIXED = Setup(make_case(("pprrr",), (("pprr",),), hidden_mixer=True), "all")
 PLAIN = make_case(("pprrr", "..prr"), (("pprr", "prrr"),), layers=2)
 
 
-# --- exact readouts ------------------------------------------------------------------------------
-
-
 @given(setups() | setups(tied_linears=True, mlp="gated"))
 @example(TIED)  # one weight, two modules, a bias each
 @example(FULL)
@@ -244,9 +241,7 @@ def test_same_layer_hop_is_one_hop_within_the_layer(setup: Setup) -> None:
                     setup.case.batch,
                     {linear.name: linear.module for linear in linears},
                     direction,
-                    lambda seen=seen: [
-                        propagation.Hop(s.call.key, s.call.value, s.output) for s in seen
-                    ],
+                    lambda seen=seen: [(s.call.key, s.call.value, s.output) for s in seen],
                     transposed=[linear.name for linear in linears if linear.transposed],
                 )
             here = parts[layer]
@@ -315,9 +310,6 @@ def test_frozen_linears_are_out_of_scope(setup: Setup) -> None:
         close(values.stability, expected, scale, MODEL, name=f"{estimator}, frozen linears")
 
 
-# --- layouts -------------------------------------------------------------------------------------
-
-
 @given(
     setups(explicit_positions=True, max_length=6)
     | setups(mode="packed", explicit_positions=True, max_length=6, max_rows=2),
@@ -383,9 +375,6 @@ def test_padding_holds_nothing(setup: Setup, estimator: str, shift: int) -> None
     found = quiet_score(scorer, other_padding(case.batch, shift))
     for name in ("total", "adaptation", "stability", "unassigned", "mask"):
         assert torch.equal(getattr(found, name), getattr(given, name)), f"{estimator}, {name}"
-
-
-# --- one forward, and the model afterwards -------------------------------------------------------
 
 
 @given(setups(), st.sampled_from(EVERY))
@@ -473,8 +462,6 @@ def test_an_observed_pass_is_valued_with_its_own_dropout() -> None:
     dry = scorer.score(batch).total
     assert not torch.allclose(dry, values.total)
 
-
-# --- coverage, isolation, scope ------------------------------------------------------------------
 
 BOTH_BACKWARDS = ("alphatoken", "path")
 """Of those with captured errors: one by the self-only backward, one by the ordinary one."""

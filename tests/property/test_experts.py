@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, fit_fisher
+from alphatoken.direction import contraction
+from alphatoken.direction.gradients import captured_gradients
 from alphatoken.errors import CoverageError, ModelError, UnsupportedError
-from alphatoken.estimate import contraction
-from alphatoken.estimate.gradients import captured_gradients
-from alphatoken.model.backward import accumulate_errors
-from alphatoken.model.capture import record
+from alphatoken.model.capture import accumulate_errors, record
 from alphatoken.model.experts import routed_experts
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients, influence
-from alphatoken.oracle.experts import expert_influence
+from alphatoken.oracle.influence import expert_influence
 from tests.places import tiered
 from tests.property.architectures import BY_NAME, MIXTURES, SHARED, VOCABULARY, plain_forward
 from tests.property.profiles import budget
@@ -78,25 +77,20 @@ class MixtureCase:
         return scorer
 
 
-def mixture_cases(**pins: Any) -> st.SearchStrategy[MixtureCase]:
+@st.composite
+def mixture_cases(draw: st.DrawFn) -> MixtureCase:
     """Cases of all mixtures; the packed documents of gpt-oss see each other, so none is packed."""
-
-    @st.composite
-    def draw_case(draw: st.DrawFn) -> MixtureCase:
-        layouts = st.sampled_from([mode for mode in MODES if mode != "packed"])
-        experts = draw(st.integers(1, 5))
-        drawn = {
-            "name": draw(st.sampled_from(MIXTURES)),
-            "train": draw(rows(draw(layouts), 6, 2)),
-            "validation": draw(rows(draw(layouts), 4, 2)),
-            "layers": draw(st.sampled_from([(1,), (0, 1), (0,)])),
-            "experts": experts,
-            "chosen": draw(st.integers(1, experts)),
-            "seed": draw(SEEDS),
-        }
-        return MixtureCase(**{**drawn, **pins})
-
-    return draw_case()
+    layouts = st.sampled_from([mode for mode in MODES if mode != "packed"])
+    experts = draw(st.integers(1, 5))
+    return MixtureCase(
+        draw(st.sampled_from(MIXTURES)),
+        draw(rows(draw(layouts), 6, 2)),
+        draw(rows(draw(layouts), 4, 2)),
+        draw(st.sampled_from([(1,), (0, 1), (0,)])),
+        experts,
+        draw(st.integers(1, experts)),
+        draw(SEEDS),
+    )
 
 
 class Truth:
@@ -262,21 +256,24 @@ def test_values_over_linears_and_experts(case: MixtureCase, estimator: str) -> N
     assert set(truth.routers) <= set(scorer.coverage.skipped)
 
 
-def test_rows_that_are_not_all_positions_are_refused() -> None:
-    """A part of a layer that sees some of the tokens only, whichever they are."""
-    case = MixtureCase("qwen3_next", seed=32)
+@pytest.mark.parametrize(
+    ("name", "part"), [("qwen3_next", "shared_expert"), ("mixtral", "experts")]
+)
+def test_rows_that_are_not_all_positions_are_refused(name: str, part: str) -> None:
+    """A part of a layer that is not given the last token: its rows have no positions."""
+    case = MixtureCase(name, seed=32)
     model: Any = case.model()
-    block = model.model.layers[1].mlp
-    own = block.shared_expert.forward
+    module = getattr(model.model.layers[1].mlp, part)
+    own = module.forward
 
-    def without_the_last(hidden: Tensor) -> Tensor:
-        output: Tensor = own(hidden[:-1])
+    def without_the_last(*rows: Tensor) -> Tensor:
+        output: Tensor = own(*(each[:-1] for each in rows))
         return torch.cat([output, torch.zeros_like(output[:1])])
 
-    block.shared_expert.forward = without_the_last
+    module.forward = without_the_last
     with pytest.raises(ModelError, match="not called once on every position") as caught:
         case.scorer(model, "path").score(case.batch(case.train))
-    assert "shared_expert" in str(caught.value)
+    assert part in str(caught.value)
     assert "estimator='label'" in str(caught.value)
     case.scorer(model, "label").score(case.batch(case.train))
 
@@ -420,7 +417,7 @@ def test_the_certificate_covers_experts(name: str, estimator: str) -> None:
     assert certificate.passed, certificate.failures
     if estimator == "label":
         return
-    contract = "alphatoken.estimate.contraction.contract_experts"
+    contract = "alphatoken.direction.contraction.contract_experts"
     with patch(contract, lambda delta, *_: delta.new_zeros(delta.shape[:2])):
         certificate = scorer.verify(case.batch(case.train), tokens=3, progress=False)
     assert any("experts." in (check.parameter or "") for check in certificate.failures)
@@ -500,22 +497,6 @@ def test_experts_spread_over_processes_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="spread over processes"):
         case.scorer(model, "direct").score(case.batch(case.train))
     assert not ALL_EXPERTS_FUNCTIONS._local_mapping
-
-
-def test_a_mixture_that_is_not_given_every_position_is_refused() -> None:
-    """Rows without a position could not be valued: here the first one is left out."""
-    case = MixtureCase("mixtral", layers=(1,))
-    model = case.model()
-    (mixture,) = [m for n, m in model.named_modules() if n.endswith("1.mlp.experts")]
-    own = mixture.forward
-
-    def without_the_first(hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        rest = own(hidden[1:], experts[1:], weights[1:])
-        return torch.cat([torch.zeros_like(hidden[:1]), rest])
-
-    mixture.forward = without_the_first  # type: ignore[method-assign]
-    with pytest.raises(ModelError, match="not called once on every position"):
-        case.scorer(model, "path").score(case.batch(case.train))
 
 
 def test_a_use_beside_the_dispatch_is_refused_by_name() -> None:

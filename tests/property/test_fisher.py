@@ -23,7 +23,7 @@ from alphatoken.oracle.enumeration import (
     enumerated_log_probabilities,
     exact_fisher,
 )
-from alphatoken.oracle.evaluate import unflatten
+from alphatoken.oracle.gradients import unflatten
 from alphatoken.support.progress import Tracker
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
@@ -117,9 +117,6 @@ def sampled(
     return [
         (torch.cat([x, y]), list(range(len(x), len(x) + len(y)))) for x, y in pairs
     ]  # fmt: skip
-
-
-# --- exactly what is averaged ------------------------------------------------------------------
 
 
 @given(
@@ -219,9 +216,6 @@ def slow_factors(
     return S / len(pairs), A / uses
 
 
-# --- unbiased ----------------------------------------------------------------------------------
-
-
 @given(
     config=configs(vocabulary=3, layers=st.integers(1, 2)),
     end=st.sampled_from([None, 0]),
@@ -261,9 +255,6 @@ def test_the_fit_expects_the_exact_fisher(
         close(found[name], expected, expected.max() + 1e-18, 1e-10, name="expected Fisher")
 
 
-# --- V -----------------------------------------------------------------------------------------
-
-
 def test_direction_is_computed_in_float32_at_least_and_has_no_graph() -> None:
     W_ref = torch.full((2, 2), 1.0, dtype=torch.bfloat16)
     W = nn.Parameter(W_ref + 2**-7)
@@ -298,9 +289,6 @@ def test_a_drift_that_makes_no_sense_is_refused_when_it_is_built(name: str) -> N
         build()
 
 
-# --- does it belong to the model ---------------------------------------------------------------
-
-
 def fitted(model: nn.Module, **options: Any) -> FisherDrift:
     chosen = {"samples": 2, "layers": 2, "max_new_tokens": 2, **options}
     return fit_fisher(model, PROMPTS, **chosen)
@@ -324,9 +312,6 @@ def test_a_zero_reference_is_never_divided_by() -> None:
     assert fisher.drift({"a.weight": one, "b.weight": one * 3}) == {"b.weight": 2.0}
 
 
-# --- files -------------------------------------------------------------------------------------
-
-
 def test_names_that_end_in_neither_weight_nor_bias_survive(tmp_path: Path) -> None:
     config = DecoderConfig(vocabulary=5, loose_parameter=True)
     fisher = fitted(ReferenceDecoder(config, 0), parameters="all")
@@ -334,8 +319,6 @@ def test_names_that_end_in_neither_weight_nor_bias_survive(tmp_path: Path) -> No
     fisher.save(tmp_path / "fisher")
     assert FisherDrift.load(tmp_path / "fisher").to("cpu").names == fisher.names
 
-
-# --- interrupted and resumed -------------------------------------------------------------------
 
 ARGUMENTS: dict[str, Any] = {
     "samples": 11, "layers": 1, "max_new_tokens": 3, "batch_size": 4, "seed": 5,
@@ -429,9 +412,6 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         fit_fisher(ReferenceDecoder(DEEP, 0), PROMPTS, **ARGUMENTS, checkpoint=path)
 
 
-# --- the model is as it was --------------------------------------------------------------------
-
-
 def test_it_runs_without_dropout_inside_no_grad_and_in_inference_mode() -> None:
     config = DecoderConfig(vocabulary=5, layers=3, end_token=None, residual_dropout=0.5)
     model = ReferenceDecoder(config, 0)
@@ -452,9 +432,6 @@ def test_responses_are_cut_to_the_models_limit_and_this_is_counted() -> None:
     assert fisher.metadata["response_tokens"] == 3 + 2 + 3
     with pytest.raises(InputError, match=r"prompt 1 is longer.*5 tokens, the model's limit is 5"):
         fit_fisher(model, [[1], [1] * 5], samples=2, layers=1)
-
-
-# --- bad input ---------------------------------------------------------------------------------
 
 
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -530,9 +507,6 @@ def test_kronecker_refuses_a_weight_that_is_used_outside_its_module() -> None:
     with pytest.raises(CoverageError, match=r"up_proj.weight.*structure='diagonal'"):
         fitted(model, structure="kronecker")
     fitted(model)
-
-
-# --- transformers ------------------------------------------------------------------------------
 
 
 def tiny_llama(dtype: torch.dtype = torch.float32) -> Any:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.diagnose.cost import flops
+from alphatoken.config import SELF_ONLY
+from alphatoken.diagnose.estimators import flops
 from alphatoken.estimate.derivatives import SIGNS
-from alphatoken.estimate.names import SELF_ONLY
 from alphatoken.model.batch_slice import LENGTH, ROWS
 from benchmarks.floors import Shape
 from benchmarks.models import Size, fisher

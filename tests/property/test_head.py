@@ -19,12 +19,11 @@ from torch.autograd import forward_ad
 
 from alphatoken import InputError, Scorer, ScorerConfig
 from alphatoken.estimate.forward_mode import label_values
-from alphatoken.model import head
-from alphatoken.model import response_losses as response_losses_module
+from alphatoken.model import forward, head
 from alphatoken.model.batch import read_batch, token_losses
+from alphatoken.model.forward import response_losses
 from alphatoken.model.head import is_plain_head, rounding_tolerance, watched_head
 from alphatoken.model.protocol import find_adapter
-from alphatoken.model.response_losses import response_losses
 from alphatoken.oracle import gradients
 from tests.places import tiered
 from tests.property.architectures import ARCHITECTURES, BY_NAME
@@ -88,7 +87,7 @@ class HeadCase:
             )[: len(formed)]
             others = self.numbers(2 * len(formed), len(weight), salt=9)
             logits = {"logits": others.index_copy(0, order, formed), "rows": order}
-        return head.head_losses(hidden, weight, bias, self.targets, **logits)
+        return head.head_losses(hidden, weight, bias, self.targets, **logits)[0]
 
     @contextmanager
     def in_blocks(self) -> Iterator[None]:
@@ -228,7 +227,7 @@ def test_narrow_weights_sum_in_float32(dtype: torch.dtype) -> None:
     hidden = torch.randn(20, 16, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(3000, 16, generator=generator).to(dtype).requires_grad_()
     targets = torch.randint(3000, (20,), generator=generator)
-    losses = head.head_losses(hidden, weight, None, targets)
+    losses, _ = head.head_losses(hidden, weight, None, targets)
     assert losses.dtype == torch.float32
     found = torch.autograd.grad(losses.sum(), (hidden, weight))
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -522,9 +521,7 @@ def test_observed_label_values(name: str, parameters: str) -> None:
     m = scorer.direction.total()
     with scorer.observe() as seen:
         logits = model(**INPUTS).logits
-        with mock.patch.object(
-            response_losses_module, "head_losses", side_effect=head.head_losses
-        ) as formed:
+        with mock.patch.object(forward, "head_losses", side_effect=head.head_losses) as formed:
             values = seen.values(logits, BATCH["labels"])
     expected = gradients.label_values(model, adapter.forward, BATCH, m)
     close(values.total, expected, expected.abs().sum(), CAST, name=f"{name}, {parameters}")

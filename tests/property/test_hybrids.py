@@ -110,8 +110,7 @@ class HybridCase:
         return Scorer(model, self.validations, config=ScorerConfig(estimator, **options))
 
 
-@st.composite
-def hybrid_cases(draw: st.DrawFn, **pins: Any) -> HybridCase:
+def hybrid_cases(**pins: Any) -> st.SearchStrategy[HybridCase]:
     """Any family, order of layers, scope, heads, taps and rows."""
     drawn: dict[str, st.SearchStrategy[Any]] = {
         "family": st.sampled_from(["qwen3_5", "qwen3_5", "qwen3_next", "olmo_hybrid"]),
@@ -131,8 +130,7 @@ def hybrid_cases(draw: st.DrawFn, **pins: Any) -> HybridCase:
         "slow": st.booleans(),
         "seed": st.integers(1, 2**16),
     }
-    fields = {name: draw(pins.get(name, strategy)) for name, strategy in drawn.items()}
-    return HybridCase(**fields)
+    return st.builds(HybridCase, **drawn | pins)
 
 
 class Truth(Oracle):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,9 +232,6 @@ def test_the_certificate_solves_again(estimator: str) -> None:
     assert found.passed, str(found)
 
 
-# --- files ---------------------------------------------------------------------------------------
-
-
 def same(first: InfluenceFactors, second: InfluenceFactors) -> bool:
     return first.metadata == second.metadata and all(
         torch.equal(tensor, getattr(second, part)[name])
@@ -288,8 +284,3 @@ def test_what_influence_directions_cannot_do_is_refused() -> None:
             make(**more)  # type: ignore[arg-type]
     with pytest.raises(FisherError, match=r"has no inverse.*B is zero"):
         _ = make(influence=replace(factors, eigenvalues=flat)).direction
-    with pytest.raises(ConfigError, match="weights of linears alone"):
-        replace(config, parameters="all", estimator="label")
-    for damping in (-0.1, float("inf"), float("nan")):
-        with pytest.raises(ConfigError, match=re.escape(repr(damping))):
-            ScorerConfig(damping=damping)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alphatoken import AlphaTokenWarning, Scorer, ScorerConfig, UnsupportedError
-from alphatoken.estimate.names import ESTIMATORS
+from alphatoken.config import ESTIMATORS
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.decoder import explicit_attention
@@ -139,19 +139,6 @@ def test_a_document_over_two_rows_is_refused() -> None:
     batch |= {"max_length_q": 7, "max_length_k": 7}  # type: ignore[dict-item]
     with pytest.raises(UnsupportedError, match="reaches over two rows"):
         values_of("llama", "flash", batch, torch.float32, "direct")
-
-
-def test_attention_that_is_not_causal_is_refused() -> None:
-    model = BY_NAME["llama"].build(3, implementation="flash")
-    for module in model.modules():
-        if hasattr(module, "is_causal"):
-            module.is_causal = False
-    adapter = find_adapter(model)
-    with (
-        adapter.override_attention(adapter.attention_modules(0), lambda call, native: call.value),
-        pytest.raises(UnsupportedError, match="not causal"),
-    ):
-        adapter.forward({"input_ids": torch.arange(5)[None]})
 
 
 @pytest.mark.filterwarnings("default:label values replace flash attention")

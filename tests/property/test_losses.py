@@ -129,11 +129,11 @@ def test_token_losses(case: LossCase) -> None:
     """
     logits, labels = case.logits(), case.labels()
     expected = loop_losses(logits, labels)
-    found = batch.token_losses(logits, labels)
+    actual = batch.token_losses(logits, labels)
     scale = 1.0 + logits.abs().amax()
-    close(found, expected, scale, CONTRACTION, name="token losses")
-    assert torch.equal(batch.token_losses(-found, labels), found)
-    assert torch.equal(batch.token_losses(-found[:, 1:], labels), found)
+    close(actual, expected, scale, CONTRACTION, name="token losses")
+    assert torch.equal(batch.token_losses(-actual, labels), actual)
+    assert torch.equal(batch.token_losses(-actual[:, 1:], labels), actual)
 
 
 @given(loss_cases(), st.sampled_from([1, 8, 2**22]))
@@ -154,16 +154,11 @@ def test_gradient_and_tangent_of_token_losses(case: LossCase, workspace: int) ->
             dual = batch.token_losses(forward_ad.make_dual(logits.detach(), along), labels)
             tangent = forward_ad.unpack_dual(dual).tangent
     assert tangent is not None
-    for name, found, wanted in (
+    for name, actual, wanted in (
         ("gradient", gradient, slope),
         ("tangent", (tangent * weights).sum(), (slope * along).sum()),
     ):
-        close(found, wanted.detach(), scale, CONTRACTION, name=f"token losses, {name}")
-
-
-def test_logits_of_other_positions_than_the_labels_are_refused() -> None:
-    with pytest.raises(InputError, match="one entry a position"):
-        batch.token_losses(torch.zeros(1, 3, 5), torch.zeros(1, 4, dtype=torch.long))
+        close(actual, wanted.detach(), scale, CONTRACTION, name=f"token losses, {name}")
 
 
 @given(loss_cases(), NORMALIZATIONS)
@@ -173,15 +168,15 @@ def test_sft_loss(case: LossCase, normalization: str) -> None:
     Proves: eq. sft_masked_loss (exact), against loops.
     """
     logits, labels, keep = case.logits(), case.labels(), case.keep()
-    found = losses.masked_sft_loss(logits, labels, keep, normalization=normalization)
+    actual = losses.masked_sft_loss(logits, labels, keep, normalization=normalization)
     each = loop_losses(logits, labels)
     mask = labels != -100
     mask[:, 0] = False
     count = {"sum": 1, "response": int(mask.sum()), "kept": int((mask & keep).sum())}[normalization]
     expected = each[keep & mask].sum() / max(count, 1)
     scale = each.detach().abs().sum() + 1.0
-    close(found, expected, scale, CONTRACTION, name=f"masked loss, {normalization}")
-    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (found, expected)]
+    close(actual, expected, scale, CONTRACTION, name=f"masked loss, {normalization}")
+    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (actual, expected)]
     close(*gradients, 1.0, CONTRACTION, name=f"masked loss, gradient, {normalization}")
 
 
@@ -192,11 +187,11 @@ def test_full_mask_is_cross_entropy(case: LossCase) -> None:
     Proves: full mask is cross entropy (exact), against transformers' loss.
     """
     logits, labels = case.logits(), case.labels()
-    found = losses.masked_sft_loss(logits, labels, labels != -100)
+    actual = losses.masked_sft_loss(logits, labels, labels != -100)
     expected = torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
     )
-    close(found, expected, 1.0 + expected.abs(), CONTRACTION, name="cross-entropy")
+    close(actual, expected, 1.0 + expected.abs(), CONTRACTION, name="cross-entropy")
 
 
 @given(pair_cases())
@@ -208,8 +203,8 @@ def test_unmasked_dpo_gradient(case: PairCase) -> None:
     logits = case.logits()
     whole = tuple(torch.ones_like(m) for m in masks_of(case))
     expected = torch.autograd.grad(preference.dpo_loss(*logits, case.pairs(), case.beta), logits)
-    found = torch.autograd.grad(surrogate(case, logits, whole), logits)
-    for got, wanted in zip(found, expected, strict=True):
+    actual = torch.autograd.grad(surrogate(case, logits, whole), logits)
+    for got, wanted in zip(actual, expected, strict=True):
         close(got, wanted, case.beta, CONTRACTION, name="DPO, unmasked gradient")
 
 
@@ -221,8 +216,8 @@ def test_masked_dpo_gradient(case: PairCase) -> None:
     """
     logits, keep, pairs = case.logits(), masks_of(case), case.pairs()
     errors = preference.dpo_token_errors(*logits, pairs, case.beta)
-    found = torch.autograd.grad(surrogate(case, logits, keep), logits)
-    for got, error, kept in zip(found, errors, keep, strict=True):
+    actual = torch.autograd.grad(surrogate(case, logits, keep), logits)
+    for got, error, kept in zip(actual, errors, keep, strict=True):
         # keep holds token indices; the error of token i sits at position i - 1.
         at_position = torch.zeros(kept.shape, dtype=torch.float64)
         at_position[:, :-1] = kept[:, 1:].double()
@@ -241,10 +236,10 @@ def test_masked_logit_is_the_ablation(case: PairCase) -> None:
     keep, labels = masks_of(case), (pairs.chosen["labels"], pairs.rejected["labels"])
     log_p = [-batch.token_losses(x, y) for x, y in zip(logits, labels, strict=True)]
     of_reference = [-batch.token_losses(x, y) for x, y in zip(reference, labels, strict=True)]
-    found = losses.masked_dpo_coefficient(*log_p, *of_reference, *keep, case.beta)
-    assert not found.requires_grad
+    actual = losses.masked_dpo_coefficient(*log_p, *of_reference, *keep, case.beta)
+    assert not actual.requires_grad
     expected = preference.masked_dpo_omega(logits, reference, pairs, keep, case.beta)
-    close(found, expected.detach(), case.beta, CONTRACTION, name="omega of the masked logit")
+    close(actual, expected.detach(), case.beta, CONTRACTION, name="omega of the masked logit")
 
 
 @given(pair_cases())
@@ -259,8 +254,8 @@ def test_masked_logit_at_the_reference(case: PairCase) -> None:
     assert torch.equal(preference.masked_dpo_omega(logits, logits, pairs, keep, case.beta), half)
     labels = (pairs.chosen["labels"], pairs.rejected["labels"])
     log_p = [-batch.token_losses(x, y).detach() for x, y in zip(logits, labels, strict=True)]
-    found = losses.masked_dpo_coefficient(*log_p, *log_p, *keep, case.beta)
-    close(found, half, case.beta, CONTRACTION, name="omega at the reference")
+    result = losses.masked_dpo_coefficient(*log_p, *log_p, *keep, case.beta)
+    close(result, half, case.beta, CONTRACTION, name="omega at the reference")
 
 
 @given(pair_cases())
@@ -276,11 +271,11 @@ def test_dpo_coefficient(case: PairCase) -> None:
         preference.branch_log_probabilities(x, b["labels"])
         for x, b in zip(logits, (pairs.chosen, pairs.rejected), strict=True)
     ]
-    found = losses.dpo_coefficient(
+    result = losses.dpo_coefficient(
         *each, pairs.reference_chosen, pairs.reference_rejected, case.beta
     )
-    assert not found.requires_grad
-    close(found, preference.dpo_omega(margin, case.beta), case.beta, CONTRACTION, name="omega")
+    assert not result.requires_grad
+    close(result, preference.dpo_omega(margin, case.beta), case.beta, CONTRACTION, name="omega")
 
 
 def test_num_tokens_replaces_the_batchs_own_count() -> None:
@@ -289,10 +284,10 @@ def test_num_tokens_replaces_the_batchs_own_count() -> None:
     total = losses.masked_sft_loss(logits, labels, keep, normalization="sum")
     for normalization in ("response", "kept"):
         for count in (7, torch.tensor(7)):
-            found = losses.masked_sft_loss(
+            result = losses.masked_sft_loss(
                 logits, labels, keep, normalization=normalization, num_tokens=count
             )
-            close(found, total / 7, total.abs(), CONTRACTION, name="num_tokens")
+            close(result, total / 7, total.abs(), CONTRACTION, name="num_tokens")
 
 
 def test_float_weights_are_constants() -> None:
@@ -322,11 +317,13 @@ def test_wrong_shapes_and_names_are_refused() -> None:
         losses.masked_sft_loss(logits, labels, keep[:, 1:])
     with pytest.raises(InputError, match="'response', 'kept' or 'sum'"):
         losses.masked_sft_loss(logits, labels, keep, normalization="mean")
+    with pytest.raises(InputError, match="one entry a position"):
+        batch.token_losses(torch.zeros(1, 3, 5), torch.zeros(1, 4, dtype=torch.long))
 
 
 def test_low_precision_logits_are_scored_in_float32() -> None:
     case = LossCase(2, 5, 4, 5)
     narrow, labels = case.logits().detach().to(torch.bfloat16), case.labels()
-    found = batch.token_losses(narrow, labels)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, batch.token_losses(narrow.float(), labels))
+    result = batch.token_losses(narrow, labels)
+    assert result.dtype == torch.float32
+    assert torch.equal(result, batch.token_losses(narrow.float(), labels))

@@ -14,8 +14,7 @@ from alphatoken.select import masks as selection
 from tests.places import nightly
 from tests.property import generate_docs
 from tests.property.catalogue import BY_NAME, CLAIMS, LISTED, MUTANTS, OF_LAB, ROOMS
-from tests.property.mutation import Edit, Mutant, applied, claim, function_of, hunt, row
-from tests.property.sources import source_of
+from tests.property.mutation import Edit, Mutant, applied, claim, function_of, hunt, row, source_of
 
 SENTENCES = """
 sum-then-outer over validation examples; aggregated errors used as direct; label shift off by one;
@@ -89,7 +88,7 @@ def test_a_function_is_the_mutant_inside_and_itself_again_afterwards() -> None:
     edits = (
         Edit("model.attention._band", "(k <= t + window)", "(k < t + window)"),
         Edit("model.batch.to_token_index", "(1, 0)", "(0, 1)"),
-        Edit("direction.age.age_of", "object()", "None"),
+        Edit("direction.cache.age_of", "object()", "None"),
         Edit("model.switch._Gate.backward", "[None] * dropped", "[None] * 0"),
         Edit("errors.AlphaTokenError.__init__", "super().__init__(", "super().__init__(0, "),
         Edit(
@@ -174,9 +173,9 @@ def test_a_failure_that_is_not_the_propertys_own_is_no_kill(name: str) -> None:
 
 def test_the_kill_matrix_lists_exactly_the_mutants() -> None:
     """Each beside the properties that have to kill it, on the page too."""
-    found = json.loads(generate_docs.KILLS.read_text(encoding="utf-8"))
+    matrix = json.loads(generate_docs.KILLS.read_text(encoding="utf-8"))
     claims = {mutant.name: [one.name for one in mutant.claims] for mutant in MUTANTS}
-    assert {n: [name for name, _ in kills["killed_by"]] for n, kills in found.items()} == claims
+    assert {n: [name for name, _ in kills["killed_by"]] for n, kills in matrix.items()} == claims
     page = generate_docs.page().partition("\n## Mutants\n")[2]
     rows = re.findall(r"^\| `([\w-]+)` \| .*::.* \| [^|]+ \|$", page, re.MULTILINE)
     assert rows == [mutant.name for mutant in MUTANTS]
@@ -207,10 +206,10 @@ adam_scale damped_directions fisher_drift losses_of objective_gradient read_drif
 enumerate_responses enumerated_log_probabilities
 batch_losses batch_mask displaced flatten gradient sequence_log_probabilities
 undisturbed unflatten
-directed_parameters known_labels scalar_losses moved_outputs recorded_uses
+directed_parameters known_labels listed logits_of scalar_losses moved_outputs recorded_uses
 key_jacobian key_norm_bound rms_norm rms_norm_jacobian rotary_matrix branch_log_probabilities
-contract propagated_errors split_attention traced bare_model decoder_blocks find_scored
-taylor_remainder third_derivative_along adam_direction
+contract propagated_errors split_attention traced bare_model decoder_blocks expert_tensors
+find_scored taylor_remainder third_derivative_along adam_direction
 """
 """What oracles and the certificate are put together from."""
 
@@ -223,8 +222,8 @@ def test_every_oracle_is_named_by_a_test_that_stands_on_it() -> None:
     every = {one for room in rooms for one in room.__all__ if not one[0].isupper()}  # no types
     assert every - named == set(PARTS_OF_ORACLES.split())
     assert named <= every
-    known = generate_docs.properties()
+    properties = generate_docs.properties()
     for name, one in proved.items():
-        text = generate_docs.used_by(known[name][0])
+        text = generate_docs.used_by(properties[name][0])
         missing = {o for o in one.oracles if not re.search(rf"\b{o}\b", text)}
         assert not missing - {"sgd_step"}, f"{name} never calls {sorted(missing)}"

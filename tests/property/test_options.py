@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig, TokenValues
 from alphatoken.errors import ConfigError, InputError, NumericalError
-from alphatoken.estimate.columns import contract_columns
-from alphatoken.estimate.token_values import DirectCausal, assign_columns
+from alphatoken.estimate.captured import Captured, assign_columns, contract_columns
+from alphatoken.estimate.estimator import Recording
+from alphatoken.estimate.token_values import DirectCausal
 from alphatoken.model.batch import read_batch
 from alphatoken.model.batch_slice import LENGTH, ROWS
 from alphatoken.oracle import gradients, influence, utility
-from alphatoken.scoring.captured import Captured
-from alphatoken.scoring.recording import Recording
 from alphatoken.support.options import check_options
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
@@ -194,8 +193,6 @@ def test_objective_and_part(setup: Setup, choice: tuple[str, str, str]) -> None:
     close(values.total, together, together.abs(), MODEL, name="sum of the components")
 
 
-# --- the full preconditioner ----------------------------------------------------------------------
-
 KINDS = ("Adam", "Adam, L2", "AdamW")
 
 
@@ -290,8 +287,6 @@ def test_full_needs_the_steps_weights_where_values_have_their_own() -> None:
     with pytest.raises(InputError, match=r"step_weights must have one entry a token"):
         scorer.score(CASE.batch, step_weights=weights[:, 1:])
 
-
-# --- the total alone ------------------------------------------------------------------------------
 
 PRECONDITIONERS = ("none", "given", "full")
 
@@ -404,9 +399,6 @@ def test_wrong_step_weights_are_refused_before_the_direction_is_built() -> None:
     with pytest.raises(InputError, match="step_weights"):
         scorer.direction_for(CASE.batch, step_weights=torch.ones(1, 1))
     assert roles == []
-
-
-# --- what changes over a run ----------------------------------------------------------------------
 
 
 @given(setups(), st.sampled_from(EVERY))
@@ -532,9 +524,6 @@ def test_label_starts_at_the_observed_hidden_states(setup: Setup) -> None:
     assert (len(calls) == trunk) == bool(skipped)
 
 
-# --- refusals -------------------------------------------------------------------------------------
-
-
 def test_stability_needs_a_retention_term_and_adaptation_a_validation_set() -> None:
     model = CASE.model()
     with pytest.raises(ConfigError, match="needs a retention term"):
@@ -556,11 +545,6 @@ def test_the_proofs_run_without_a_validation_set_too() -> None:
         assert scorer.coverage.isolated
         assert scorer.coverage.relative_error is not None
         assert scorer.coverage.relative_error < 1e-12
-
-
-def test_full_without_an_optimizer() -> None:
-    with pytest.raises(ConfigError, match=r"preconditioner='full' needs the optimizer"):
-        Scorer(CASE.model(), CASE.validation, None, ScorerConfig(preconditioner="full"))
 
 
 def test_the_proofs_add_forwards_of_a_few_rows_at_the_first_two_directions() -> None:

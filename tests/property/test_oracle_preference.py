@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken.errors import ConfigError
-from alphatoken.oracle.evaluate import flatten
+from alphatoken.oracle.gradients import flatten
 from alphatoken.oracle.preference import (
     PreferencePairs,
     branch_log_probabilities,
@@ -21,9 +23,7 @@ from alphatoken.oracle.preference import (
     masked_dpo_gradient,
     preference_objective,
 )
-from tests.property.tiny import close, draw_rows, labelled, tiny
-
-torch.set_num_threads(1)
+from tests.property.tiny import close, draw_rows, flat_gradient, labelled, state_of, tiny
 
 VOCABULARY = 4
 LENGTHS = (
@@ -97,12 +97,10 @@ cases = given(
 def test_loss_and_gradient_are_those_of_minus_log_sigmoid(seed, shape, pad_left, beta):
     model, forward, parameters, pairs, (reference, rows) = setting(seed, shape, pad_left)
     wanted = by_hand(model, reference, rows, beta)
-    found = dpo_loss(*logits_of(forward, pairs), pairs, beta)
-    assert float((found - wanted).detach().abs()) <= 1e-12 * (1 + float(wanted.detach()))
+    actual = dpo_loss(*logits_of(forward, pairs), pairs, beta)
+    assert float((actual - wanted).detach().abs()) <= 1e-12 * (1 + float(wanted.detach()))
     gradient = dpo_gradient(model, forward, pairs, parameters, beta)
-    expected = torch.autograd.grad(wanted, list(parameters.values()))
-    flat = torch.cat([part.reshape(-1) for part in expected])
-    close(flatten(gradient), flat, 1e-11, beta)
+    close(flatten(gradient), flat_gradient(wanted, parameters), 1e-11, beta)
 
 
 @cases
@@ -137,8 +135,7 @@ def test_masks_drop_single_tokens_and_leave_omega_alone(seed, shape, drop):
     assert not omega.requires_grad
     batch = (pairs.chosen, pairs.rejected)[branch]
     log_p = torch.log_softmax(logits[branch][row, token - 1], dim=-1)
-    parts = torch.autograd.grad(-log_p[batch["labels"][row, token]], list(parameters.values()))
-    own = torch.cat([part.reshape(-1) for part in parts])
+    own = flat_gradient(-log_p[batch["labels"][row, token]], parameters)
     sign = 1.0 if branch == 0 else -1.0
     close(full - masked, sign * omega[row] * own / len(omega), 1e-11, full.abs().max() + beta)
 
@@ -150,8 +147,8 @@ def test_omega_and_token_errors_are_derivatives(seed, shape, pad_left, beta):
     margin = dpo_margin(*logits, pairs, beta)
     total = dpo_loss(*logits, pairs, beta) * len(margin)
     wanted = torch.autograd.grad(total, logits)
-    for found, expected in zip(dpo_token_errors(*logits, pairs, beta), wanted, strict=True):
-        close(found, expected, 1e-12, beta)
+    for actual, expected in zip(dpo_token_errors(*logits, pairs, beta), wanted, strict=True):
+        close(actual, expected, 1e-12, beta)
     s = margin.detach().requires_grad_()
     (slope,) = torch.autograd.grad(-torch.nn.functional.logsigmoid(s).sum(), s)
     close(dpo_omega(s, beta), -beta * slope, 1e-13, beta)
@@ -164,18 +161,14 @@ def test_preference_objective_divides_by_tokens_or_pairs():
     per_token = preference_objective(forward, pairs, 0.5)
     assert float(per_pair.detach()) == pytest.approx(sums / 2, rel=1e-12)
     assert float(per_token.detach()) == pytest.approx(sums / (3 + 2 + 1 + 4), rel=1e-12)
-    gradient = torch.autograd.grad(per_pair, list(parameters.values()))
-    flat = torch.cat([part.reshape(-1) for part in gradient])
-    close(flat, flatten(dpo_gradient(model, forward, pairs, parameters, 0.5)), 1e-12)
+    gradient = flatten(dpo_gradient(model, forward, pairs, parameters, 0.5))
+    close(flat_gradient(per_pair, parameters), gradient, 1e-12)
 
 
 def test_saturated_margins_stay_finite():
     model, forward, parameters, pairs, _ = setting(4)
-    far = PreferencePairs(
-        pairs.chosen, pairs.rejected, pairs.reference_chosen - 1e6, pairs.reference_rejected
-    )
-    near = PreferencePairs(
-        pairs.chosen, pairs.rejected, pairs.reference_chosen + 1e6, pairs.reference_rejected
+    far, near = (
+        replace(pairs, reference_chosen=pairs.reference_chosen + shift) for shift in (-1e6, 1e6)
     )
     logits = logits_of(forward, pairs)
     assert float(dpo_loss(*logits, far, 1.0).detach()) == 0
@@ -188,12 +181,13 @@ def test_saturated_margins_stay_finite():
 def test_model_is_left_as_found():
     model, forward, parameters, pairs, _ = setting(6)
     model.train()
-    before = [(p.data_ptr(), p._version, p.requires_grad) for p in model.parameters()]
+    before = state_of(model)
     dpo_gradient(model, forward, pairs, parameters)
     masked_dpo_gradient(model, forward, pairs, parameters, *keep_all(pairs))
-    assert [(p.data_ptr(), p._version, p.requires_grad) for p in model.parameters()] == before
-    assert all(module.training for module in model.modules())
-    assert all(p.grad is None for p in model.parameters())
+    assert state_of(model) == before
 
+
+def test_refusal():
+    _, forward, _, pairs, _ = setting(6)
     with pytest.raises(ConfigError, match="words"):
         preference_objective(forward, pairs, 0.1, "words")

@@ -20,16 +20,20 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from alphatoken.errors import InputError
-from alphatoken.oracle import retention, transfer
+from alphatoken.oracle import retention
 from alphatoken.oracle.enumeration import (
     enumerate_responses,
     enumerated_log_probabilities,
     exact_fisher,
     exact_token_fisher,
     expected_retention_loss,
+    lipschitz_constant,
     monte_carlo_fisher,
+    prompt_fishers,
+    transfer_bound,
+    wasserstein,
 )
-from alphatoken.oracle.evaluate import displaced, flatten, undisturbed, unflatten
+from alphatoken.oracle.gradients import displaced, flatten, undisturbed, unflatten
 from alphatoken.oracle.retention import (
     hessian,
     kl_hessian,
@@ -37,12 +41,9 @@ from alphatoken.oracle.retention import (
     retention_loss,
     third_derivative_along,
 )
-from alphatoken.oracle.transfer import prompt_fishers, wasserstein
 from tests.property import tolerance
 from tests.property.profiles import budget
-from tests.property.tiny import SCORED, close, labelled, tiny
-
-torch.set_num_threads(1)
+from tests.property.tiny import SCORED, close, flat_gradient, labelled, tiny
 
 
 def some_prompts(seed: int, count: int, vocabulary: int = 3) -> list[Tensor]:
@@ -51,23 +52,8 @@ def some_prompts(seed: int, count: int, vocabulary: int = 3) -> list[Tensor]:
     return [torch.randint(vocabulary, (n,), generator=generator) for n in lengths]
 
 
-def pick(parameters, names=SCORED):
-    return {name: parameters[name] for name in names}
-
-
-# --- Layout and state ------------------------------------------------------------------------
-
-
-def test_foreign_and_doubly_named_parameters_are_refused():
-    model, forward, _ = tiny(0)
-    foreign = {"head.weight": torch.zeros(3, 2, requires_grad=True)}
-    batch = labelled([([0], [1])], pad_left=False)
-    with pytest.raises(InputError, match=r"not the model's own.*head\.weight"):
-        retention_gradient(model, forward, batch, foreign)
-    model.head.weight = model.embed.weight
-    tied = {name: model.get_parameter(name) for name in ("head.weight", "embed.weight")}
-    with pytest.raises(InputError, match="tied"):
-        retention_gradient(model, forward, batch, tied)
+def pick(parameters):
+    return {name: parameters[name] for name in SCORED}
 
 
 # --- Gradient and Hessian --------------------------------------------------------------------
@@ -87,7 +73,7 @@ def test_retention_gradient_is_the_mean_of_single_sequences(seed, pad_left, rows
         for i in range(rows)
     ]
     texts.append(([1, 2], []))  # a row without response tokens does not count
-    found = retention_gradient(model, forward, labelled(texts, pad_left), parameters)
+    actual = retention_gradient(model, forward, labelled(texts, pad_left), parameters)
     split = [labelled([text], pad_left) for text in texts]
     from_list = retention_gradient(model, forward, split, parameters)
 
@@ -98,11 +84,9 @@ def test_retention_gradient_is_the_mean_of_single_sequences(seed, pad_left, rows
         for i in range(len(response)):  # one token at a time, no batch, no padding, no shift
             context = torch.tensor([prompt + response[:i]])
             loss = -torch.log_softmax(model(context)[0, -1], dim=-1)[response[i]]
-            g = torch.cat(
-                [x.reshape(-1) for x in torch.autograd.grad(loss, list(parameters.values()))]
-            )
+            g = flat_gradient(loss, parameters)
             wanted, scale = wanted + g, scale + g.abs().max()
-    close(flatten(found), wanted / rows, 1e-12, scale / rows)
+    close(flatten(actual), wanted / rows, 1e-12, scale / rows)
     close(flatten(from_list), wanted / rows, 1e-12, scale / rows)
 
 
@@ -213,8 +197,7 @@ def test_monte_carlo_fisher_is_unbiased():
                 terms = [table[len(x) - 1 + i, c] for i, c in enumerate(response)]
                 p = float(torch.stack(terms).detach().sum().exp())
                 for term in terms:
-                    g = torch.autograd.grad(term, list(parameters.values()), retain_graph=True)
-                    per_token += p * torch.cat([part.reshape(-1) for part in g]) ** 2 / len(xs)
+                    per_token += p * flat_gradient(term, parameters) ** 2 / len(xs)
     close(per_token, wanted, 1e-12)
 
 
@@ -268,7 +251,7 @@ def terms_by_hand(loss, moving, arguments) -> dict[str, float]:
         with displaced(ordered, unflatten(start + u * step, ordered)):
             return function()
 
-    g = lambda: torch.cat([x.reshape(-1) for x in torch.autograd.grad(loss(), [*ordered.values()])])  # noqa: E731
+    g = lambda: flat_gradient(loss(), ordered)  # noqa: E731
     h = lambda: hessian(loss, ordered)  # noqa: E731
     r_0, ideal, curvature = at(0, g), at(1, g), at(0, h)
     own, cross = curvature[:size, :size], curvature[:size, size:]
@@ -439,8 +422,8 @@ def test_wasserstein_equals_the_linear_programme(seed, left, right, power):
     """
     a, b = some_prompts(seed, left), some_prompts(seed + 5, right)
     # The linear programme is solved to its own feasibility tolerance of 1e-7.
-    found = wasserstein(a, b, edit_like, power)
-    assert found**power == pytest.approx(wasserstein_by_programme(a, b, power) ** power, abs=1e-6)
+    actual = wasserstein(a, b, edit_like, power)
+    assert actual**power == pytest.approx(wasserstein_by_programme(a, b, power) ** power, abs=1e-6)
     assert wasserstein(a, [*a, *a], edit_like, power) == 0
 
 
@@ -458,8 +441,7 @@ def fisher_map(seed: int) -> tuple[Any, dict[tuple[int, ...], Tensor]]:
         log_p = torch.log_softmax(model(x[None])[0, -1], dim=-1)
         image = torch.zeros(sum(p.numel() for p in scored.values()), dtype=torch.float64)
         for one in log_p:
-            score = torch.autograd.grad(one, [*scored.values()], retain_graph=True)
-            image += one.detach().exp() * torch.cat([g.reshape(-1) for g in score]) ** 2
+            image += one.detach().exp() * flat_gradient(one, scored) ** 2
         images[tuple(x.tolist())] = image
     return (model, forward, scored), images
 
@@ -486,14 +468,12 @@ def test_transfer_is_below_lipschitz_times_wasserstein(
     (model, forward, scored), images = fisher_map(seed)
     steepest = max(itertools.combinations(SPACE, 2), key=lambda pair: slope(images, *pair))
     L = slope(images, *steepest)
-    found = transfer.lipschitz_constant(
+    slope_bound = lipschitz_constant(
         SPACE, prompt_fishers(model, forward, SPACE, 1, scored, 3), edit_like
     )
-    tolerance.close(found, L, L, 1e-12, name="L_g")
+    tolerance.close(slope_bound, L, L, 1e-12, name="L_g")
     for a, b in (([SPACE[i] for i in left], [SPACE[i] for i in right]), ([x] for x in steepest)):
-        bound = transfer.transfer_bound(
-            model, forward, a, b, 1, scored, 3, edit_like, lipschitz=found
-        )
+        bound = transfer_bound(model, forward, a, b, 1, scored, 3, edit_like, lipschitz=slope_bound)
         mean = lambda xs: torch.stack([images[tuple(x.tolist())] for x in xs]).mean(0)  # noqa: E731
         gap = float((mean(a) - mean(b)).abs().max())
         tolerance.close(bound.transfer, gap, L, 1e-12, name="D_transfer")
@@ -509,35 +489,34 @@ def test_transfer_is_below_lipschitz_times_wasserstein(
     assert not replace(bound, lipschitz=L / 2).holds
 
 
-def test_a_metric_that_does_not_separate_prompts_is_refused():
-    prompts = [torch.tensor([0]), torch.tensor([1])]
-    images = [torch.zeros(2), torch.ones(2)]
-    with pytest.raises(InputError, match="does not separate"):
-        transfer.lipschitz_constant(prompts, images, lambda x, y: 0.0)
-
-
 # --- Refusals --------------------------------------------------------------------------------
 
 
-def _call(name: str):
-    model, forward, parameters = tiny(0)
-    empty = labelled([([0, 1], [])], pad_left=False)
-    if name == "no response":
-        retention_gradient(model, forward, empty, parameters)
-    elif name == "token fisher without response":
-        exact_token_fisher(model, forward, empty, parameters)
-    else:
-        exact_fisher(model, forward, [torch.tensor([0, 1])], 1, parameters, 2)
-
-
 @pytest.mark.parametrize(
-    ("name", "words"),
+    "words",
     [
-        ("no response", "no response token"),
-        ("token fisher without response", "no response token"),
-        ("vocabulary too small", "vocabulary 2"),
+        "no response token", "the batch has no response token", "vocabulary 2",
+        r"not the model's own.*head\.weight", "tied", "does not separate",
     ],
-)
-def test_refusals(name: str, words: str):
+)  # fmt: skip
+def test_refusals(words: str) -> None:
+    """Nothing to learn from, a part of the vocabulary, foreign and tied parameters, no metric."""
+    model, forward, parameters = tiny(0)
+    empty, batch = (labelled([([0], labels)], pad_left=False) for labels in ([], [1]))
+    prompts, images = [torch.tensor([0]), torch.tensor([1])], [torch.zeros(2), torch.ones(2)]
+    if words == "tied":
+        model.head.weight = model.embedding.weight
+    tied = {name: model.get_parameter(name) for name in ("head.weight", "embedding.weight")}
+    foreign = {"head.weight": torch.zeros(3, 2, requires_grad=True)}
+    calls = {
+        "no response token": lambda: retention_gradient(model, forward, empty, parameters),
+        "the batch has no response token": lambda: exact_token_fisher(
+            model, forward, empty, parameters
+        ),
+        "vocabulary 2": lambda: exact_fisher(model, forward, prompts, 1, parameters, 2),
+        "tied": lambda: retention_gradient(model, forward, batch, tied),
+        "does not separate": lambda: lipschitz_constant(prompts, images, lambda x, y: 0.0),
+    }
+    call = calls.get(words, lambda: retention_gradient(model, forward, batch, foreign))
     with pytest.raises(InputError, match=words):
-        _call(name)
+        call()

@@ -19,7 +19,7 @@ from alphatoken.diagnose.statistics import spearman
 from alphatoken.direction.optimizers import full_preconditioners
 from alphatoken.errors import InputError
 from alphatoken.oracle import gradients
-from alphatoken.oracle.evaluate import batch_losses, batch_mask, displaced, flatten
+from alphatoken.oracle.gradients import batch_losses, batch_mask, displaced, flatten
 from alphatoken.oracle.retention import hessian
 from alphatoken.oracle.run import Run, ledger_values, run_end, run_loss, run_values
 from tests.property.decoder import ReferenceDecoder
@@ -90,9 +90,9 @@ def test_values_are_differences_of_whole_runs(optimizer: str, clip: float | None
     run = run_of(setup, 8, optimizer=optimizer, **options)
     values = run_values(model, forward_of(model), run, CASE.validation)
     along = drawn(run, 1)
-    found, size = inner(values, along), inner(values, values) ** 0.5
+    actual, size = inner(values, along), inner(values, values) ** 0.5
     assert size > 1e-3
-    close(found, slope(setup, model, run, along, 3e-4), size, 1e-7, name="along all weights")
+    close(actual, slope(setup, model, run, along, 3e-4), size, 1e-7, name="along all weights")
     one: Values = [[torch.zeros_like(v) for v in step] for step in values]
     b, i = gradients.response_tokens(run.steps[3][1]["labels"])[-1]
     one[3][1][b, i] = 1.0
@@ -183,13 +183,13 @@ def test_one_step_of_sgd_gives_label_values(setup: Setup) -> None:
     """
     model = setup.case.model()
     run = Run([[dict(setup.case.batch)]], [1e-2], optimizer="sgd")
-    ((found,),) = run_values(model, forward_of(model), run, setup.case.validation)
+    ((actual,),) = run_values(model, forward_of(model), run, setup.case.validation)
     end = run_end(model, forward_of(model), run)
     with displaced(dict(model.named_parameters()), end):
         g = gradients.validation_gradient(model, forward_of(model), setup.case.validation)
     wanted = gradients.label_values(model, forward_of(model), setup.case.batch, g)
     close(
-        found,
+        actual,
         wanted * 1e-2 / tokens_of(run.steps[0]),
         1e-2 * (1 + wanted.abs()),
         1e-9,
@@ -220,10 +220,11 @@ def test_the_last_step_of_adamw_is_the_full_preconditioner() -> None:
     p = full_preconditioners(stepper, named, own)
     assert p is not None
     m = {name: p[name] * g[name] for name in g}
-    for batch, found in zip(run.steps[3], values[3], strict=True):
+    for batch, actual in zip(run.steps[3], values[3], strict=True):
         wanted = gradients.label_values(model, forward_of(model), batch, m)
-        scale = run.rates[3] * (1 + wanted.abs())
-        close(found, wanted * run.rates[3] / tokens_of(run.steps[3]), scale, 1e-8, name="last step")
+        rate, tokens = run.rates[3], tokens_of(run.steps[3])
+        scale = rate * (1 + wanted.abs())
+        close(actual, wanted * rate / tokens, scale, 1e-8, name="last step")
 
 
 def test_one_weight_for_all_steps_has_the_sum() -> None:
@@ -237,9 +238,9 @@ def test_one_weight_for_all_steps_has_the_sum() -> None:
     run = Run([[batch]] * 5, [1e-2] * 5, weight_decay=0.1, clip=0.3)
     values = run_values(model, forward_of(model), run, CASE.validation)
     (shared,), *_ = drawn(run, 2)
-    found = inner(values, [[shared]] * 5)
+    actual = inner(values, [[shared]] * 5)
     size = inner(values, values) ** 0.5
-    close(found, slope(setup, model, run, [[shared]] * 5, 1e-4), size, 1e-7, name="shared weight")
+    close(actual, slope(setup, model, run, [[shared]] * 5, 1e-4), size, 1e-7, name="shared weight")
 
 
 def test_a_ledger_leaves_out_what_later_steps_do() -> None:
@@ -278,8 +279,8 @@ def test_a_ledger_leaves_out_what_later_steps_do() -> None:
 
 def at(model: nn.Module, named: dict[str, Any], end: Any, work: Any) -> Tensor:
     with displaced(named, end):
-        found: Tensor = work()
-        return found.detach()
+        result: Tensor = work()
+        return result.detach()
 
 
 def mean_loss(model: nn.Module, batch: dict[str, Tensor], count: int) -> Tensor:
@@ -320,8 +321,8 @@ def test_tokens_off_the_response_have_none_and_frozen_weights_stay() -> None:
     run = run_of(Setup(CASE), 3)
     values = run_values(model, forward_of(model), run, CASE.validation)
     for step, batches in zip(values, run.steps, strict=True):
-        for found, batch in zip(step, batches, strict=True):
-            assert torch.equal(found != 0, batch_mask(batch))
+        for actual, batch in zip(step, batches, strict=True):
+            assert torch.equal(actual != 0, batch_mask(batch))
     assert "embedding.weight" not in run_end(model, forward_of(model), run)
     assert not model.embedding.weight.requires_grad
 
@@ -367,13 +368,13 @@ def test_float32_serves_on_a_trained_decoder(library_decoder: Path) -> None:
     rows = encode_rows(code_rows(200), tokenizer, options)[0]
     steps = [[collate(rows[i : i + 2])] for i in range(8, 48, 2)]
     rates = [1e-3 * min(1.0, (s + 1) / 4) * (1 - s / 20) for s in range(20)]
-    run, found = Run(steps, rates, weight_decay=0.01, clip=1.0), []
+    run, by_dtype = Run(steps, rates, weight_decay=0.01, clip=1.0), []
     for dtype in (torch.float32, torch.float64):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             library_decoder, dtype=dtype, attn_implementation="eager"
         )
         values = run_values(model, lambda b, m=model: m(**b).logits, run, [collate(rows[:8])])
         pairs = zip(values, steps, strict=True)
-        found.append(torch.cat([v[batch_mask(b)].double() for (v,), (b,) in pairs]))
-    assert float((found[0] - found[1]).norm() / found[1].norm()) < 0.02
-    assert spearman(*found) > 0.999
+        by_dtype.append(torch.cat([v[batch_mask(b)].double() for (v,), (b,) in pairs]))
+    assert float((by_dtype[0] - by_dtype[1]).norm() / by_dtype[1].norm()) < 0.02
+    assert spearman(*by_dtype) > 0.999

@@ -19,9 +19,7 @@ from alphatoken.oracle.utility import (
     one_step_utility,
 )
 from tests.property.profiles import budget
-from tests.property.tiny import close, draw_rows, labelled, tiny
-
-torch.set_num_threads(1)
+from tests.property.tiny import close, draw_rows, labelled, state_of, tiny
 
 VOCABULARY = 4
 
@@ -91,11 +89,11 @@ def test_utility_is_first_order_the_label_value(seed, normalisation, pad_left):
     wanted = first_order(values, mask, normalisation)
     errors = []
     for lr in (2e-5, 1e-5):
-        found = leave_one_out_utility(
+        actual = leave_one_out_utility(
             model, forward, batch, objective, "sgd", lr, normalisation, parameters=parameters
         )
-        assert not found[~mask].any()
-        errors.append((found - lr * wanted).norm())
+        assert not actual[~mask].any()
+        errors.append((actual - lr * wanted).norm())
         # The constant of the second order is unbounded in principle; here it stays below 1e3.
         assert float(errors[-1]) <= 1e3 * lr * lr * (1 + float(scale.max()))
     # Second order: halving the step quarters the error, up to the rounding of J.
@@ -229,11 +227,11 @@ def test_shapley_of_a_step_tends_to_the_label_values(seed):
     errors = []
     for lr in (2e-5, 1e-5):
         game = one_step_utility(model, forward, batch, objective, "sgd", lr, parameters=parameters)
-        found = exact_shapley(game, players)
+        actual = exact_shapley(game, players)
         total = game(frozenset(players))
         assert game(frozenset()) == 0
-        assert sum(found.values()) == pytest.approx(total, abs=1e-14)  # efficiency
-        errors.append(sum((found[u] - lr * float(values[u])) ** 2 for u in players) ** 0.5)
+        assert sum(actual.values()) == pytest.approx(total, abs=1e-14)  # efficiency
+        errors.append(sum((actual[u] - lr * float(values[u])) ** 2 for u in players) ** 0.5)
     assert errors[1] <= 0.255 * errors[0] + 6e-15
 
 
@@ -243,12 +241,12 @@ def test_leave_one_out_is_the_last_marginal_of_the_game():
     """
     model, forward, parameters, batch, objective = setting(17)
     arguments = (model, forward, batch, objective, "sgd", 0.2, "response")
-    found = leave_one_out_utility(*arguments, parameters=parameters)
+    actual = leave_one_out_utility(*arguments, parameters=parameters)
     game = one_step_utility(*arguments, parameters=parameters)
     players = frozenset(tuple(pair) for pair in (batch["labels"] != -100).nonzero().tolist())
     for player in players:
         wanted = game(players) - game(players - {player})
-        assert float(found[player]) == pytest.approx(wanted, abs=1e-14)
+        assert float(actual[player]) == pytest.approx(wanted, abs=1e-14)
 
 
 # --- State and refusals ----------------------------------------------------------------------
@@ -257,23 +255,19 @@ def test_leave_one_out_is_the_last_marginal_of_the_game():
 def test_model_is_left_as_found():
     model, forward, parameters, batch, objective = setting(19)
     model.train()
-    parameters["mlp.weight"].requires_grad_(False)
-    before = [(p.data_ptr(), p._version, p.requires_grad, p.tolist()) for p in model.parameters()]
+    parameters["layers.0.mlp.down_proj.weight"].requires_grad_(False)
+    before = state_of(model)
     utilities = leave_one_out_utility(model, forward, batch, objective, parameters=parameters)
     assert utilities.any()
     one_step_utility(model, forward, batch, objective, parameters=parameters)(frozenset())
-    after = [(p.data_ptr(), p._version, p.requires_grad, p.tolist()) for p in model.parameters()]
-    assert after == before
-    assert all(module.training for module in model.modules())
-    assert all(p.grad is None for p in model.parameters())
+    assert state_of(model) == before
 
     def bad_step(values, gradients):
         raise ArithmeticError("inside")
 
     with pytest.raises(ArithmeticError, match="inside"):
         leave_one_out_utility(model, forward, batch, objective, bad_step, parameters=parameters)
-    now = [(p.data_ptr(), p._version, p.requires_grad, p.tolist()) for p in model.parameters()]
-    assert now == before
+    assert state_of(model) == before
 
 
 def test_refusals():

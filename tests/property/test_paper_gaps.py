@@ -73,7 +73,7 @@ def test_prompt_and_response_are_cut_apart() -> None:
     Proves: prompt and response are cut apart (exact), against slices by hand.
     """
     pytest.importorskip("trl")
-    from alphatoken.train.datasets import cut_pair
+    from alphatoken.train.python_rows import cut_pair
 
     row = {"prompt_ids": [1, 2, 3, 4], "chosen_ids": [5, 6, 7], "rejected_ids": [8]}
     cut = cut_pair(row, max_prompt=2, max_response=2)
@@ -98,8 +98,6 @@ def test_no_multiple_of_the_divergence_bounds_the_calibration_gap() -> None:
         ratios.append(float(gap / divergence))
     assert ratios[2] > 8 * ratios[1] > 64 * ratios[0]
 
-
-# --- settings of a run --------------------------------------------------------------------------
 
 EVERY = [
     f"{task}-{model}"

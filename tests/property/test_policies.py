@@ -13,9 +13,8 @@ from torch import Tensor
 
 from alphatoken.errors import AlphaTokenError, ConfigError, InputError, NumericalError
 from alphatoken.select.masks import keep_count, select_top
-from alphatoken.train.monitor import TrainMonitor
 from alphatoken.train.policies import find_policy, policy, policy_names
-from alphatoken.train.policies.standard import Standard
+from alphatoken.train.policies.builtin import Standard
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
 from tests.integration.policy_examples import Surprising
 
@@ -37,12 +36,12 @@ def batch(
     width = prompt + max(map(len, losses)) + extra
 
     def place(rows: Sequence[Sequence[float]], before: float, fill: float) -> Tensor:
-        found = torch.full((len(rows), width), fill, dtype=torch.float64)
+        result = torch.full((len(rows), width), fill, dtype=torch.float64)
         for i, row in enumerate(rows):
             whole = torch.tensor([before] * prompt + list(row), dtype=torch.float64)
             start = width - len(whole) if side == "left" else 0
-            found[i, start : start + len(whole)] = whole
-        return found
+            result[i, start : start + len(whole)] = whole
+        return result
 
     mask = place([[1.0] * len(row) for row in losses], 0.0, 0.0) > 0
     real = place([[1.0] * len(row) for row in losses], 1.0, 0.0) > 0
@@ -58,10 +57,10 @@ def batch(
     )
 
 
-def on_tokens(found: Tensor, of: PolicyBatch) -> list[list[float]]:
+def on_tokens(result: Tensor, of: PolicyBatch) -> list[list[float]]:
     """Row by row, the numbers at response tokens; the others must be 0."""
-    assert not bool(found[~of.mask].any())
-    return [row[mask].tolist() for row, mask in zip(found, of.mask, strict=True)]
+    assert not bool(result[~of.mask].any())
+    return [row[mask].tolist() for row, mask in zip(result, of.mask, strict=True)]
 
 
 def test_rounding() -> None:
@@ -79,17 +78,6 @@ def test_standard_keeps_all() -> None:
     of = batch([[1.0, 2.0], [3.0]])
     for settings in (None, BUDGET):
         assert on_tokens(Standard(settings).weights(of), of) == [[1, 1], [1]]
-
-
-def test_effective_sample_size() -> None:
-    """(sum w)^2 / sum w^2 over what was seen."""
-    monitor = TrainMonitor()
-    for weights in (torch.tensor([[0.0, 1.0, 0.5]]), torch.tensor([[0.0, 0.25, 0.0]])):
-        monitor.record(weights, torch.tensor([[0, 1, 1]]).bool(), None)
-    found = monitor.logs()
-    expected = 1.75**2 / (1 + 0.25 + 0.0625)
-    assert found["alpha/effective_share"] == pytest.approx(expected / 4)
-    assert found["alpha/kept_share"] == 3 / 4
 
 
 def test_a_policy_of_ones_own() -> None:
@@ -116,7 +104,7 @@ def test_a_policy_of_another_package_has_a_name(
         find_policy("surprising-tests")
 
 
-def test_settings_are_the_trainers_unless_given() -> None:
+def test_settings_are_the_trainers_unless_a_policy_has_its_own() -> None:
     own, others = Surprising(BUDGET), Surprising()
     for made in (own, others):
         made.bind(PolicySettings(keep_ratio=0.9))

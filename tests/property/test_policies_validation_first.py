@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,8 @@ from trl import SFTTrainer
 
 from alphatoken.errors import ConfigError
 from alphatoken.train import AlphaSFTTrainer
-from alphatoken.train.policies.validation_first import ValidationFirst
+from alphatoken.train.policies.builtin import ValidationFirst
 from tests.integration import tiny_training as tiny
-from tests.property.test_trainer_oracle import _padded
 
 OPTIONS = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 3}
 EPOCHS, RATE = 2.0, 0.3
@@ -30,12 +30,8 @@ def reference_by_hand(folder: Path) -> torch.nn.Module:
     own = {"model": tiny.model(layers=2), "train_dataset": Dataset.from_list(rows), **options}
     trainer = tiny.made(SFTTrainer, folder / "hand", **own)
     trainer.train()
-    found: torch.nn.Module = trainer.model
-    return found
-
-
-def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    result: torch.nn.Module = trainer.model
+    return result
 
 
 def run(folder: Path, policy: ValidationFirst, **more: Any) -> AlphaSFTTrainer:
@@ -65,14 +61,7 @@ def test_validation_rows_come_first(tmp_path: Path) -> None:
     second = tiny.made(SFTTrainer, tmp_path / "second", model=first, train_dataset=rows, **OPTIONS)
     second.train()
     ours = run(tmp_path / "ours" / "run", ValidationFirst(**POLICY))
-    assert furthest(tiny.weights(ours.model), tiny.weights(second.model)) < 1e-6
-
-
-@pytest.mark.slow
-def test_a_budget_changes_nothing_of_it(tmp_path: Path) -> None:
-    ours = run(tmp_path / "ours" / "run", ValidationFirst(**POLICY))
-    budget = run(tmp_path / "b" / "run", ValidationFirst(**POLICY), policy_mode="budget")
-    assert furthest(tiny.weights(budget.model), tiny.weights(ours.model)) == 0
+    assert tiny.furthest(ours, second) < 1e-6
 
 
 @pytest.mark.slow
@@ -85,7 +74,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     again = made(tmp_path / "part" / "run", ValidationFirst(**POLICY), **options)
     again.train(resume_from_checkpoint=str(checkpoint))
     assert again.state.global_step == 4
-    assert furthest(tiny.weights(again.model), tiny.weights(whole.model)) < 1e-6
+    assert tiny.furthest(again, whole) < 1e-6
 
 
 @pytest.mark.slow
@@ -108,8 +97,8 @@ def test_the_first_training_has_a_schedule_of_its_own(tmp_path: Path, more: dict
     plain = made(tmp_path / "plain" / "run", ValidationFirst(**POLICY))
     rows = {"eval_dataset": tiny.sft_rows(4, 9)} if "eval_strategy" in more else {}
     other = made(tmp_path / "other" / "run", ValidationFirst(**POLICY), **rows, **more)
-    assert furthest(tiny.weights(plain.model), tiny.weights(tiny.model(layers=2))) > 0.01
-    assert furthest(tiny.weights(plain.model), tiny.weights(other.model)) == 0
+    assert tiny.furthest(plain, SimpleNamespace(model=tiny.model(layers=2))) > 0.01
+    assert tiny.furthest(plain, other) == 0
 
 
 @pytest.mark.slow
@@ -147,11 +136,11 @@ def test_an_evaluation_at_the_start_is_of_the_run(tmp_path: Path) -> None:
 def test_an_optimizer_that_was_handed_over_has_its_kind_and_settings(tmp_path: Path) -> None:
     model = tiny.model(layers=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    given = {"model": model, "optimizers": (optimizer, None)}
-    given["optim"] = "adamw_torch"
-    handed = made(tmp_path / "a" / "run", ValidationFirst(**POLICY), **given)
+    arguments = {"model": model, "optimizers": (optimizer, None)}
+    arguments["optim"] = "adamw_torch"
+    handed = made(tmp_path / "a" / "run", ValidationFirst(**POLICY), **arguments)
     named = made(tmp_path / "b" / "run", ValidationFirst(**POLICY), optim_args="momentum=0.9")
-    assert furthest(tiny.weights(handed.model), tiny.weights(named.model)) < 1e-6
+    assert tiny.furthest(handed, named) < 1e-6
 
 
 class Half:
@@ -166,7 +155,7 @@ class Half:
         for row in rows:
             ids, half = list(row["input_ids"]), len(row["input_ids"]) // 2
             labelled.append({"input_ids": ids, "labels": [-100] * half + ids[half:]})
-        return _padded(labelled)
+        return tiny.padded(labelled)
 
 
 @pytest.mark.slow
@@ -201,8 +190,3 @@ def test_a_subclass_has_no_part_in_it_and_is_told(
 def test_bad_numbers_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="above 0"):
         ValidationFirst(**options)
-
-
-def test_without_validation_rows_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs a validation dataset"):
-        made(tmp_path, ValidationFirst(), validation_dataset=None)

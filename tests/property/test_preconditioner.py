@@ -237,9 +237,6 @@ def test_given_preconditioner(setup: Setup) -> None:
     close(label.total, expected, scale, MODEL, name="label, given P")
 
 
-# --- every optimizer, by its own step ------------------------------------------------------------
-
-
 def pinned(test: Any) -> Any:
     """Steps 5 and 6 lie on both sides of the rectification."""
     for kind, taken in product([*steps.TORCH, *steps.OTHERS], [1, 2, 5, 6, 29]):

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken.direction.gradients import compare_gradients
 from alphatoken.errors import AlphaTokenError, CoverageError, ModelError, UnsupportedError
-from alphatoken.estimate.proofs import compare_gradients, prove_documents
+from alphatoken.estimate.batch_proofs import prove_documents
 from alphatoken.model import batch_slice
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_documents, around_responses

@@ -13,12 +13,12 @@ from torch import Tensor
 from alphatoken.data import collate
 from alphatoken.oracle.gradients import label_values, validation_gradient
 from alphatoken.score import read_values
-from alphatoken.score.engines import value_block
 from alphatoken.score.job import prepare_job
 from alphatoken.score.options import ScoreOptions
+from alphatoken.score.run import value_block
+from tests.integration.small_world import make_model, make_tokenizer
 from tests.property.tolerance import close
 from tests.rows import jsonl
-from tests.tiny_language import make_model, make_tokenizer
 
 ROWS = [
     {"prompt": f"add : {n} and 3", "response": f"{n} plus 3 is {n + 3} ."} for n in range(4)
@@ -57,10 +57,10 @@ def test_each_query_has_the_values_that_it_has_alone() -> None:
         job.value_file(0).parent.mkdir(parents=True)
         scorer = job.scorer()
         value_block(job, scorer, 0)
-        found = list(read_values(job.value_file(0)))
+        scored = list(read_values(job.value_file(0)))
         names = set(scorer.parameters)
         batches = [collate([row.example]) for row in job.corpus.rows() if row.example]
-    assert [example.row for example in found] == list(range(len(ROWS)))
+    assert [example.row for example in scored] == list(range(len(ROWS)))
     model = job.model.double()
 
     def forward(batch: Mapping[str, Tensor]) -> Tensor:
@@ -76,7 +76,7 @@ def test_each_query_has_the_values_that_it_has_alone() -> None:
         due[f"query_{number + 1}"] = [
             label_values(model, forward, batch, gradient)[0] for batch in batches
         ]
-    for index, example in enumerate(found):
+    for index, example in enumerate(scored):
         own = {key: torch.from_numpy(example.values[key]).double() for key in due}
         size = max(float(values.abs().max()) for per in due.values() for values in per)
         scale = torch.full((len(example.ids),), size)

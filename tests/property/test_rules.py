@@ -17,40 +17,26 @@ from torch import Tensor, nn
 
 from alphatoken.errors import InputError, UnsupportedError
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
-from tests.property.reference_step import Asked
+from tests.property.reference_step import RunConfig
 from tests.property.setups import refusal
 from tests.property.test_trainer_oracle import (
     ALPHABET,
-    _arguments,
-    _padded,
     _sft_row,
     _tokenizer,
     made_model,
     made_rows,
+    made_trainer,
+    options_of,
 )
 
 
-def _trainer(asked: Asked, model: Any, more: Mapping[str, Any], **given: Any) -> Any:
-    """Options beside those of ``asked`` go to the configuration, ``given`` to the trainer."""
-    import datasets
-
-    train = import_module("alphatoken.train")
-    family, rows = {"sft": "SFT", "dpo": "DPO", "lm": ""}[asked.family], made_rows(asked)
-    data = {
-        "train_dataset": datasets.Dataset.from_list(rows.train),
-        "validation_dataset": datasets.Dataset.from_list(rows.validation),
-        **given,
-    }
+def _trainer(run: RunConfig, model: Any, **more: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        options = _arguments(asked, folder) | {"export_values": False} | dict(more)
-        config = getattr(train, f"Alpha{family}Config")(**options)
-        return getattr(train, f"Alpha{family}Trainer")(
-            model, args=config, processing_class=_tokenizer(), **data
-        )
+        return made_trainer(run, folder, model, export_values=False, **more)
 
 
-PAIRS = Asked(family="dpo", retention="none", policy="top", rows=2, accumulation=1, steps=2)
+PAIRS = RunConfig(family="dpo", retention="none", policy="top", rows=2, accumulation=1, steps=2)
 
 PAIR_RULES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -85,6 +71,8 @@ class _SecondHalf:
     """A collator that labels what the column ``begin`` says."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        from tests.integration.tiny_training import padded
+
         plain = [
             {
                 "input_ids": list(row["input_ids"]),
@@ -92,11 +80,11 @@ class _SecondHalf:
             }
             for row in rows
         ]
-        return _padded(plain)
+        return padded(plain)
 
 
 COLLATED = {
-    family: Asked(family=family, retention="none", policy="top") for family in ("sft", "lm")
+    family: RunConfig(family=family, retention="none", policy="top") for family in ("sft", "lm")
 }
 
 
@@ -177,9 +165,9 @@ def test_pools_begin_at_log_two(name: str) -> None:
     reference = None if "ahead" in name else made_model(PAIRS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = _trainer(PAIRS, model, PAIR_RULES[name], ref_model=reference)
-        found = _pool(trainer)
-    assert abs(found - math.log(2)) < 1e-4, f"the pool begins at {found}"
+        trainer = _trainer(PAIRS, model, ref_model=reference, **PAIR_RULES[name])
+        loss = _pool(trainer)
+    assert abs(loss - math.log(2)) < 1e-4, f"the pool begins at {loss}"
 
 
 def test_a_moving_reference_is_looked_at_anew() -> None:
@@ -189,7 +177,7 @@ def test_a_moving_reference_is_looked_at_anew() -> None:
     Proves: a moving reference is looked at anew (exact), against log 2.
     """
     need(*TRAINERS)
-    trainer = _trainer(PAIRS, made_model(PAIRS), FOLLOWING, ref_model=made_model(PAIRS))
+    trainer = _trainer(PAIRS, made_model(PAIRS), ref_model=made_model(PAIRS), **FOLLOWING)
     _pool(trainer)
     generator = torch.Generator().manual_seed(1)
     moved = dict(trainer.ref_model.named_parameters())
@@ -198,8 +186,8 @@ def test_a_moving_reference_is_looked_at_anew() -> None:
             noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             parameter.add_(0.3 * noise)
             moved[name].copy_(parameter)
-    found = _pool(trainer)
-    assert abs(found - math.log(2)) < 1e-4, f"the pool is at {found}"
+    loss = _pool(trainer)
+    assert abs(loss - math.log(2)) < 1e-4, f"the pool is at {loss}"
 
 
 @pytest.mark.parametrize("family", ["sft", "lm"])
@@ -222,12 +210,12 @@ def test_a_collator_labels_every_batch(family: str) -> None:
     if family == "sft":
         more["dataset_kwargs"] = {"skip_prepare_dataset": True}
     trainer = _trainer(
-        COLLATED[family], made_model(COLLATED[family]), more,
-        train_dataset=whole, validation_dataset=whole, data_collator=_SecondHalf(),
+        COLLATED[family], made_model(COLLATED[family]),
+        train_dataset=whole, validation_dataset=whole, data_collator=_SecondHalf(), **more,
     )  # fmt: skip
-    held = [dict(row) for row in trainer.rows.validation]
-    own = [len(row["input_ids"]) - row["begin"] for row in held]
-    batch = trainer.row_batch(held)
+    validation = [dict(row) for row in trainer.rows.validation]
+    own = [len(row["input_ids"]) - row["begin"] for row in validation]
+    batch = trainer.row_batch(validation)
     assert (batch["labels"] != -100).sum(-1).tolist() == own, "labels of validation rows"
     prompts = trainer.fisher_prompts(trainer.train_dataset, 3)
     assert [len(one) for one in prompts] == [r["begin"] for r in rows][:3], "a Fisher's prompts"
@@ -244,17 +232,19 @@ def test_the_routers_loss_is_trained(share: float) -> None:
     import datasets
     import transformers
 
-    asked = Asked(family="lm", retention="none", policy="random", keep_ratio=1.0, steps=1)
-    rows = datasets.Dataset.from_list(made_rows(asked).train)
+    from tests.integration.tiny_training import options, padded
+
+    run = RunConfig(family="lm", retention="none", policy="random", keep_ratio=1.0, steps=1)
+    rows = datasets.Dataset.from_list(made_rows(run)["train"])
     start = _mixture(share)
-    ours = _trainer(asked, _mixture(share), {})
+    ours = _trainer(run, _mixture(share))
     ours.train()
     with tempfile.TemporaryDirectory() as folder:
-        named = _arguments(asked, folder)
-        known = set(transformers.TrainingArguments.__dataclass_fields__)
-        arguments = transformers.TrainingArguments(**{k: named[k] for k in known & set(named)})
+        named = options(folder, **options_of(run))
+        shared = set(transformers.TrainingArguments.__dataclass_fields__)
+        arguments = transformers.TrainingArguments(**{k: named[k] for k in shared & set(named)})
         theirs = transformers.Trainer(
-            _mixture(share), arguments, train_dataset=rows, data_collator=_padded
+            _mixture(share), arguments, train_dataset=rows, data_collator=padded
         )
         theirs.train()
     pairs = zip(ours.model.parameters(), theirs.model.parameters(), strict=True)
@@ -273,8 +263,8 @@ def test_rounding_is_told_from_results(name: str) -> None:
     """
     need(*TRAINERS)
     changed, allowed, done = RESUMED[name]
-    identity = import_module("alphatoken.train.identity")
-    refused, noted = identity.split_changes(FACTS, {**FACTS, **changed}, allowed)
+    manifest = import_module("alphatoken.train.manifest")
+    refused, noted = manifest.split_changes(FACTS, {**FACTS, **changed}, allowed)
     assert (bool(refused), bool(noted)) == (done == "refused", done == "noted"), name
 
 
@@ -299,9 +289,9 @@ def test_a_reference_reads_the_policys_tokens(name: str) -> None:
             )
             for more in (rows, own_rows)
         )
-        given = {"ref_model": reference, "model": policy, "processing_class": tokenizer}
+        arguments = {"ref_model": reference, "model": policy, "processing_class": tokenizer}
         try:
-            said = str(refusal(lambda: check(given)) or "")
+            said = str(refusal(lambda: check(arguments)) or "")
         except KeyError as error:
             said = str(error)
     assert (word in said) if word else not said, f"{name}: {said}"
@@ -318,7 +308,7 @@ def test_tokens_without_a_row_are_refused(what: str, adapted: bool) -> None:
     need(*TRAINERS)
     from alphatoken import Scorer, ScorerConfig, fit_fisher
 
-    model = made_model(Asked())
+    model = made_model(RunConfig())
     if adapted:
         from peft import LoraConfig, get_peft_model
 

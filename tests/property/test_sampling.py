@@ -28,8 +28,6 @@ from alphatoken.support.seeds import seed_of
 from tests.property.decoder import DecoderConfig, ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 
-# --- reading prompts ---------------------------------------------------------------------------
-
 
 @st.composite
 def padded_batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int], dict[str, Tensor]]:
@@ -120,9 +118,6 @@ def test_bad_prompts_have_one_clear_error(name: str) -> None:
         read_sequences(prompts, labels="sequence")
 
 
-# --- one token ---------------------------------------------------------------------------------
-
-
 @given(
     weights=st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any),
     numerator=st.integers(0, 2**53 - 1),
@@ -164,8 +159,6 @@ def test_a_seed_is_the_same_in_every_python() -> None:
     ]
     assert hashed == []
 
-
-# --- whole responses ---------------------------------------------------------------------------
 
 STRUCTURES = [
     DecoderConfig(vocabulary=4, layers=1, end_token=2),
@@ -267,9 +260,6 @@ def test_a_response_ends_with_its_end_token_or_its_budget() -> None:
         assert 2 not in response[:-1].tolist()
         assert len(response) == 1 + i % 9 or (len(response) < 1 + i % 9 and response[-1] == 2)
     assert any(response[-1] == 2 for response in drawn)
-
-
-# --- transformers ------------------------------------------------------------------------------
 
 
 def tiny_gpt2() -> Any:

@@ -109,17 +109,17 @@ def test_response_values(case: SelectionCase, percent: int) -> None:
     Proves: response values (exact), against loops.
     """
     values, mask = case.draw()
-    found = selection.response_values(values, mask)
+    actual = selection.response_values(values, mask)
     for b in range(case.rows):
         own = [Fraction(float(values[b, i])) for i in range(case.length) if mask[b, i]]
         mean = float(sum(own) / len(own)) if own else 0.0
         for i in range(case.length):
             expected = mean if mask[b, i] else 0.0
-            assert abs(float(found[b, i]) - expected) <= 1e-6 * max(1.0, abs(mean))
-    assert found.dtype == values.dtype
-    keep = selection.select_top(found, mask, percent / 100)
+            assert abs(float(actual[b, i]) - expected) <= 1e-6 * max(1.0, abs(mean))
+    assert actual.dtype == values.dtype
+    keep = selection.select_top(actual, mask, percent / 100)
     assert int(keep.sum()) == selection.keep_count(percent / 100, int(mask.sum()))
-    rows = [(float(found[b][mask[b]][0]), b) for b in range(case.rows) if bool(mask[b].any())]
+    rows = [(float(actual[b][mask[b]][0]), b) for b in range(case.rows) if bool(mask[b].any())]
     if len({mean for mean, _ in rows}) < len(rows):
         return  # equal means share the budget in order of rows
     cut = [b for _, b in rows if 0 < int(keep[b].sum()) < int(mask[b].sum())]
@@ -140,10 +140,10 @@ def test_means_of_responses_are_summed_wider_than_their_values() -> None:
     """
     values = torch.tensor([[1e8, 1.0, -1e8, 7.0], [3e38, 3e38, 3e38, 0.0]])
     mask = torch.tensor([[True, True, True, False], [True, True, True, False]])
-    found = selection.response_values(values, mask)
-    assert found.dtype == torch.float32
+    actual = selection.response_values(values, mask)
+    assert actual.dtype == torch.float32
     expected = torch.tensor([[1 / 3] * 3 + [0.0], [3e38] * 3 + [0.0]])
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=0)
 
 
 @given(selection_cases(), PERCENT)
@@ -182,6 +182,8 @@ def test_a_ratio_outside_its_interval_is_refused(ratio: float) -> None:
             selection.select_top(values, mask, ratio, scope=scope)
     with pytest.raises(InputError, match="ratio"):
         selection.select_top(values[:0], mask[:0], ratio, scope="sequence")
+    with pytest.raises(InputError, match="scope must be one of batch, sequence"):
+        selection.select_top(values, mask, 0.5, scope="rank")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -191,12 +193,6 @@ def test_a_value_that_is_not_finite_is_named(bad: float) -> None:
     for select in (selection.select_top, selection.select_bottom):
         with pytest.raises(NumericalError, match="row 1, token 2"):
             select(values, mask, 0.5)
-
-
-def test_an_unknown_scope_is_refused() -> None:
-    values, mask = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
-    with pytest.raises(InputError, match="scope must be one of batch, sequence"):
-        selection.select_top(values, mask, 0.5, scope="rank")
 
 
 def test_an_empty_mask_keeps_nothing() -> None:

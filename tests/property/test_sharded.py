@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken.config import CAPTURED
 from alphatoken.errors import FisherError, UnsupportedError
-from alphatoken.estimate.names import CAPTURED
 from alphatoken.model.sharding import Sharding
-from alphatoken.oracle import gradients, walk
+from alphatoken.oracle import gradients, run
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.setups import (
@@ -265,8 +266,8 @@ def test_sharded_walk_values_are_those_of_a_trained_copy(setup: Setup) -> None:
     model = setup.case.model()
     before = bits(model)
     adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
-    end = walk.walked(model, forward_of, setup.case.validation, 2, adamw)
-    expected = walk.walk_values(model, end, forward_of, setup.case.batch)
+    end = run.walked(model, forward_of, setup.case.validation, 2, adamw)
+    expected = run.walk_values(model, end, forward_of, setup.case.batch)
     config = ScorerConfig("walk", walk_steps=2, walk_learning_rate=1e-2)
     sharding = FlatSharding(model)
     scorer = Scorer(model, setup.case.validation, None, config, sharding=sharding)
@@ -277,32 +278,31 @@ def test_sharded_walk_values_are_those_of_a_trained_copy(setup: Setup) -> None:
     assert unchanged(model, before)
 
 
-def test_what_label_cannot_do_on_sharded_weights_is_refused() -> None:
+class Mixed(FlatSharding):
+    def low_precision_reason(self) -> str | None:
+        return "mixed precision in bfloat16"
+
+
+LABEL = ScorerConfig("label", layers=1)
+REFUSED: dict[str, tuple[ScorerConfig, type[FlatSharding], str]] = {
+    "forward mode": (replace(LABEL, derivative="forward_mode"), FlatSharding, "'auto'.*DDP"),
+    "a full step": (replace(LABEL, preconditioner="full"), FlatSharding, "'full'.*'label'.*DDP"),
+    "16 bits": (LABEL, Mixed, "float32 or wider.*mixed precision.*DDP"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_label_cannot_do_on_sharded_weights_is_refused(name: str) -> None:
+    config, sharding, cause = REFUSED[name]
     model = CASE.model()
     optimizer = torch.optim.AdamW(model.parameters())
-    cases: list[tuple[dict[str, str], str]] = [
-        ({"derivative": "forward_mode"}, r"derivative='forward_mode' cannot.*'auto'.*DDP"),
-        ({"preconditioner": "full"}, r"preconditioner='full' cannot be had for 'label'.*DDP"),
-    ]
-    for options, message in cases:
-        config = ScorerConfig("label", layers=1, **options)  # type: ignore[arg-type]
-        with pytest.raises(UnsupportedError, match=message):
-            Scorer(
-                model, CASE.validation, None, config, optimizer=optimizer,
-                sharding=FlatSharding(model),
-            )  # fmt: skip
 
+    def score() -> object:
+        own = {"optimizer": optimizer, "sharding": sharding(model)}
+        return Scorer(model, CASE.validation, None, config, **own).score(CASE.batch)
 
-def test_sharded_weights_in_mixed_precision_have_no_label_values() -> None:
-    class Mixed(FlatSharding):
-        def low_precision_reason(self) -> str | None:
-            return "mixed precision in bfloat16"
-
-    model = CASE.model()
-    config = ScorerConfig("label", layers=1)
-    scorer = Scorer(model, CASE.validation, None, config, sharding=Mixed(model))
-    with pytest.raises(UnsupportedError, match=r"float32 or wider.*mixed precision.*DDP"):
-        scorer.score(CASE.batch)
+    with pytest.raises(UnsupportedError, match=cause):
+        score()
 
 
 def test_a_weight_shared_with_a_module_outside_is_refused() -> None:

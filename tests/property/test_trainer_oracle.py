@@ -1,6 +1,6 @@
 """Real trainers against the slow reference step: options drawn together, and each hard one pinned.
 
-Hypothesis draws what a run is asked for; the rows and weights follow from a drawn seed. A pinned
+Hypothesis draws the options of a run; the rows and weights follow from a drawn seed. A pinned
 case says beside its options what must have happened in it, so that none is easier than its name.
 """
 
@@ -10,6 +10,7 @@ import copy
 import gc
 import math
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -27,11 +28,11 @@ from torch import Tensor, nn
 from tests.places import tiered
 from tests.property.profiles import budget
 from tests.property.reference_step import (
-    Asked,
     Document,
     Micro,
     Replay,
-    Told,
+    RunConfig,
+    RunData,
     plain_attention,
     scored,
 )
@@ -43,30 +44,25 @@ MODEL = 1e-10
 terms."""
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
-WIDTH, PADDING = 16, "<pad>"
+WIDTH = 16
 RETAINED = 5
 """Retention rows."""
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of each kind, as a trainer takes them."""
-
-    train: list[dict[str, Any]]
-    validation: list[dict[str, Any]]
-    retention: list[dict[str, Any]]
+Rows = dict[str, list[dict[str, Any]]]
+"""Rows of each kind (train, validation, retention), as a trainer takes them."""
 
 
-def made_rows(asked: Asked) -> Rows:
+def made_rows(run: RunConfig) -> Rows:
     """Random rows of differing lengths, all different, gaps in some responses."""
-    generator = torch.Generator().manual_seed(asked.seed)
-    count = 2 * asked.accumulation * asked.rows
-    if asked.packing:
+    generator = torch.Generator().manual_seed(run.seed)
+    count = 2 * run.accumulation * run.rows
+    if run.packing:
         count *= 3
-    make = {"sft": _sft_row, "lm": _labelled_row, "dpo": _pair}[asked.family]
-    sizes = (count, asked.validation_batch_size + 4, RETAINED)
-    plain = asked.policy == "random"  # responses of one length, so that masks can be compared
-    return Rows(*([make(generator, plain) for _ in range(size)] for size in sizes))
+    make = {"sft": _sft_row, "lm": _labelled_row, "dpo": _pair}[run.family]
+    sizes = {"train": count, "validation": run.validation_batch_size + 4, "retention": RETAINED}
+    plain = run.policy == "random"  # responses of one length, so that masks can be compared
+    return {kind: [make(generator, plain) for _ in range(size)] for kind, size in sizes.items()}
 
 
 def _number(generator: torch.Generator, low: int, high: int) -> int:
@@ -74,8 +70,8 @@ def _number(generator: torch.Generator, low: int, high: int) -> int:
 
 
 def _letters(generator: torch.Generator, low: int, high: int) -> str:
-    found = torch.randint(len(ALPHABET), (_number(generator, low, high),), generator=generator)
-    return "".join(ALPHABET[i] for i in found.tolist())
+    places = torch.randint(len(ALPHABET), (_number(generator, low, high),), generator=generator)
+    return "".join(ALPHABET[i] for i in places.tolist())
 
 
 def _sft_row(generator: torch.Generator, plain: bool) -> dict[str, Any]:
@@ -94,20 +90,6 @@ def _labelled_row(generator: torch.Generator, plain: bool) -> dict[str, Any]:
     return {"input_ids": row["input_ids"], "labels": [i if m else -100 for i, m in marks]}
 
 
-def _padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """What a collator of transformers makes of labelled rows."""
-    width = max(len(row["input_ids"]) for row in rows)
-    fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-    found = {
-        name: [
-            [*row.get(name, [1] * len(row["input_ids"])), *[fill] * (width - len(row["input_ids"]))]
-            for row in rows
-        ]
-        for name, fill in fills.items()
-    }
-    return {name: torch.tensor(table) for name, table in found.items()}
-
-
 def _pair(generator: torch.Generator, _: bool) -> dict[str, Any]:
     prompt, chosen, rejected = (_letters(generator, *n) for n in ((1, 3), (2, 4), (3, 6)))
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
@@ -120,13 +102,13 @@ def documents_of(batch: Mapping[str, Any]) -> Micro:
         half, marks = len(ids) // 2, batch["completion_mask"].bool().tolist()
     else:
         half, marks = 0, (batch["labels"] != -100).tolist()
-    found = []
+    documents = []
     for row, (tokens, labelled) in enumerate(zip(ids, marks, strict=True)):
         for cut in _cuts(batch, row):
             branch = 0 if not half else (1 if row < half else -1)
             pair = row % half if half else 0
-            found.append(Document(tuple(tokens[cut]), tuple(labelled[cut]), row, branch, pair))
-    return tuple(found)
+            documents.append(Document(tuple(tokens[cut]), tuple(labelled[cut]), row, branch, pair))
+    return tuple(documents)
 
 
 def _cuts(batch: Mapping[str, Any], row: int) -> list[slice]:
@@ -139,27 +121,27 @@ def _cuts(batch: Mapping[str, Any], row: int) -> list[slice]:
 
 
 def validation_documents(items: Sequence[Any]) -> Micro:
-    """The documents of batches that a scorer is given: of a pair the chosen one, then the other."""
-    found: list[Document] = []
+    """The documents of a scorer's batches: of a pair the chosen one, then the rejected one."""
+    documents: list[Document] = []
     for item in items:
         if isinstance(item, Mapping):
-            found += [_content(d) for d in documents_of(item)]
+            documents += [_content(d) for d in documents_of(item)]
             continue
         branches = [documents_of(dict(x)) for x in (item.chosen, item.rejected)]
         for chosen, rejected in zip(*branches, strict=True):
-            found += [_content(chosen, 1), _content(rejected, -1)]
-    return tuple(found)
+            documents += [_content(chosen, 1), _content(rejected, -1)]
+    return tuple(documents)
 
 
 def _content(document: Document, branch: int = 0) -> Document:
     return Document(document.ids, document.labelled, 0, branch)
 
 
-def made_model(asked: Asked) -> Any:
+def made_model(run: RunConfig) -> Any:
     """A Llama of two layers with grouped heads, in float64 throughout; adapted under LoRA."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(asked.seed)
+    torch.manual_seed(run.seed)
     config = LlamaConfig(
         vocab_size=4 + len(ALPHABET),
         hidden_size=WIDTH,
@@ -177,7 +159,7 @@ def made_model(asked: Asked) -> Any:
     for layer in model.model.layers:
         layer.input_layernorm, layer.post_attention_layernorm = _norm(), _norm()
     model.model.norm = _norm()
-    return _adapted(model, asked) if asked.lora else model
+    return _adapted(model, run) if run.lora else model
 
 
 def _norm() -> nn.Module:
@@ -185,31 +167,25 @@ def _norm() -> nn.Module:
     return nn.RMSNorm(WIDTH, eps=1e-6, dtype=torch.float64)
 
 
-def _adapted(model: Any, asked: Asked) -> Any:
+def _adapted(model: Any, run: RunConfig) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets = ["q_proj", "v_proj", "down_proj"]
-    found = get_peft_model(
+    adapted = get_peft_model(
         model, LoraConfig(r=3, lora_alpha=5, target_modules=targets, task_type="CAUSAL_LM")
     ).double()
-    if asked.seed % 2:  # B = 0 else, and with it the gradient of A at the first step
-        for name, parameter in found.named_parameters():
+    if run.seed % 2:  # B = 0 else, and with it the gradient of A at the first step
+        for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.1)
-    return found
+    return adapted
 
 
 @cache
 def _tokenizer(letters: str = ALPHABET) -> Any:
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tests.integration.tiny_training import tokenizer
 
-    pieces = [PADDING, "<s>", "</s>", "<unk>", *letters]
-    core = Tokenizer(models.WordLevel({p: i for i, p in enumerate(pieces)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=PADDING, bos_token="<s>", eos_token="</s>"
-    )
+    return tokenizer(letters)
 
 
 class ChunkedLogProbFunction(torch.autograd.Function):
@@ -257,29 +233,29 @@ def _reference_model(model: Any) -> Any:
     from transformers import AttentionInterface
 
     AttentionInterface.register("alphatoken_reference", plain_attention)  # type: ignore[arg-type]
-    found = copy.deepcopy(model)
-    base = found.get_base_model() if hasattr(found, "get_base_model") else found
+    twin = copy.deepcopy(model)
+    base = twin.get_base_model() if hasattr(twin, "get_base_model") else twin
     vars(base).pop("forward", None)
     base.config._attn_implementation = "alphatoken_reference"
-    return found
+    return twin
 
 
 @dataclass
-class Seen:
+class RunLog:
     """What was recorded of a run."""
 
-    asked: Asked
+    run: RunConfig
     start: Any = None
     fisher: dict[str, Any] = field(default_factory=dict)
     reference: dict[str, Tensor] = field(default_factory=dict)
-    micro: list[list[Micro]] = field(default_factory=list)
+    micro: dict[int, list[Micro]] = field(default_factory=lambda: defaultdict(list))
     drawn: dict[int, Micro] = field(default_factory=dict)
     kept_back: dict[int, Micro] = field(default_factory=dict)
-    told: Told | None = None
+    data: RunData | None = None
     all_rows: Micro = ()
     left_over: list[Any] = field(default_factory=list)
-    values: list[list[dict[str, Tensor]]] = field(default_factory=list)
-    weights: list[list[Tensor]] = field(default_factory=list)
+    values: dict[int, list[dict[str, Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    weights: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     gradients: list[Tensor] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
     ledger: dict[Any, Tensor] = field(default_factory=dict)
@@ -287,117 +263,95 @@ class Seen:
     logs: list[dict[str, float]] = field(default_factory=list)
 
 
-def _of_step(lists: list[list[Any]], step: int) -> list[Any]:
-    while len(lists) <= step:
-        lists.append([])
-    return lists[step]
+APART = (
+    "family", "loss", "lora", "steps", "accumulation", "rows", "layers", "seed", "beta", "packing",
+)  # fmt: skip
+"""Options that are no field of a trainer's configuration, or one of another form."""
 
 
-def _arguments(asked: Asked, folder: str) -> dict[str, Any]:
-    own = {
-        "family",
-        "loss",
-        "lora",
-        "steps",
-        "accumulation",
-        "rows",
-        "layers",
-        "seed",
-        "beta",
-        "packing",
-    }
-    given = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in own}
-    if asked.family == "dpo":
-        given |= {"beta": asked.beta, "max_length": None}
-    if asked.family == "sft":
-        given |= {"packing": asked.packing, "max_length": 16 if asked.packing else None}
+def options_of(run: RunConfig) -> dict[str, Any]:
+    """Fields of the trainer's configuration."""
+    own = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in APART}
+    if run.family == "dpo":
+        own |= {"beta": run.beta, "max_length": None}
+    if run.family == "sft":
+        own |= {"packing": run.packing, "max_length": 16 if run.packing else None}
         # Said, since TRL does not ask rows that are tokenised already for their completion_mask.
-        given |= {"loss_type": asked.loss, "completion_only_loss": True}
-    return {
-        **given,
-        "output_dir": folder,
-        "per_device_train_batch_size": asked.rows,
-        "gradient_accumulation_steps": asked.accumulation,
-        "max_steps": asked.steps,
-        "layers": str(asked.layers),
-        "optim": "adamw_torch",
-        "lr_scheduler_type": "linear",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "bf16": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "value_seed": asked.seed,
-        "seed": asked.seed,
-    }
+        own |= {"loss_type": run.loss, "completion_only_loss": True}
+    return own | {
+        "per_device_train_batch_size": run.rows, "gradient_accumulation_steps": run.accumulation,
+        "max_steps": run.steps, "layers": str(run.layers), "optim": "adamw_torch",
+        "lr_scheduler_type": "linear", "value_seed": run.seed, "seed": run.seed,
+    }  # fmt: skip
 
 
-def _fisher(asked: Asked, model: Any, seen: Seen) -> Any:
+def made_trainer(run: RunConfig, folder: str, model: Any, **more: Any) -> Any:
+    """A trainer of ours; ``more`` are options, and arguments of the trainer."""
+    from datasets import Dataset
+
+    from tests.integration import tiny_training as tiny
+
+    family = {"sft": "SFT", "dpo": "DPO", "lm": ""}[run.family]
+    rows = {f"{k}_dataset": Dataset.from_list(v) for k, v in made_rows(run).items()}
+    if run.retention != "data" or run.objective == "adaptation":
+        del rows["retention_dataset"]
+    kind = getattr(import_module("alphatoken.train"), f"Alpha{family}Trainer")
+    own = {"model": model, "processing_class": _tokenizer(), **rows, **options_of(run)}
+    return tiny.made(kind, folder, **{**own, **more})
+
+
+def _fisher(run: RunConfig, model: Any, log: RunLog) -> Any:
     """Random, with a reference that is not where training starts."""
     from alphatoken import FisherDrift
 
-    generator = torch.Generator().manual_seed(asked.seed + 1)
+    generator = torch.Generator().manual_seed(run.seed + 1)
     draw = lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    weights = {f"{n}.weight": m.weight.detach() for n, m in scored(model, asked.layers).items()}
-    shift = 0.05 if asked.seed % 3 else 0.0
-    seen.reference = {n: w + shift * (draw(*w.shape) - 0.5) for n, w in weights.items()}
-    if asked.retention == "kronecker":
-        seen.fisher = {
+    weights = {f"{n}.weight": m.weight.detach() for n, m in scored(model, run.layers).items()}
+    shift = 0.05 if run.seed % 3 else 0.0
+    log.reference = {n: w + shift * (draw(*w.shape) - 0.5) for n, w in weights.items()}
+    if run.retention == "kronecker":
+        log.fisher = {
             n: tuple(map(_square, map(draw, w.shape, w.shape))) for n, w in weights.items()
         }
-        return FisherDrift({}, seen.reference, factors=seen.fisher)
-    seen.fisher = {n: 30 * draw(*w.shape) for n, w in weights.items()}
-    return FisherDrift(seen.fisher, seen.reference)
+        return FisherDrift({}, log.reference, factors=log.fisher)
+    log.fisher = {n: 30 * draw(*w.shape) for n, w in weights.items()}
+    return FisherDrift(log.fisher, log.reference)
 
 
 def _square(rows: Tensor) -> Tensor:
     return rows.T @ rows
 
 
-def trained(asked: Asked, change: Callable[[Any], None] | None = None) -> Seen:
+def trained(run: RunConfig, change: Callable[[Any], None] | None = None) -> RunLog:
     """Run the trainer, changed by its user if so, and record what goes in and what comes out."""
-    import datasets
+    from tests.integration.tiny_training import padded
 
-    train = import_module("alphatoken.train")
-    family = {"sft": "SFT", "dpo": "DPO", "lm": ""}[asked.family]
-    rows, seen, model = made_rows(asked), Seen(asked), made_model(asked)
-    uses_fisher = asked.retention in ("diagonal", "kronecker") and asked.objective != "adaptation"
-    fisher = _fisher(asked, model, seen) if uses_fisher and asked.policy != "random" else None
-    more: dict[str, Any] = {}
-    if asked.retention == "data" and asked.objective != "adaptation":
-        more["retention_dataset"] = datasets.Dataset.from_list(rows.retention)
-    if asked.family == "dpo" and not asked.lora:
+    log, model = RunLog(run), made_model(run)
+    uses_fisher = run.retention in ("diagonal", "kronecker") and run.objective != "adaptation"
+    fisher = _fisher(run, model, log) if uses_fisher and run.policy != "random" else None
+    more: dict[str, Any] = {"fisher": fisher}
+    if run.family == "dpo" and not run.lora:
         more["ref_model"] = copy.deepcopy(model)
-    if asked.family == "lm":
-        more["data_collator"] = _padded
+    if run.family == "lm":
+        more["data_collator"] = padded
     with tempfile.TemporaryDirectory() as folder, _double_head(), _little_garbage():
-        trainer = getattr(train, f"Alpha{family}Trainer")(
-            model,
-            args=getattr(train, f"Alpha{family}Config")(**_arguments(asked, folder)),
-            train_dataset=datasets.Dataset.from_list(rows.train),
-            validation_dataset=datasets.Dataset.from_list(rows.validation),
-            processing_class=_tokenizer(),
-            fisher=fisher,
-            **more,
-        )
-        seen.start = _reference_model(trainer.model)
+        trainer = made_trainer(run, folder, model, **more)
+        log.start = _reference_model(trainer.model)
         if fisher is None:
-            modules = scored(seen.start, asked.layers)
-            seen.reference = {f"{n}.weight": m.weight.detach().clone() for n, m in modules.items()}
-        _listen(trainer, seen)
+            modules = scored(log.start, run.layers)
+            log.reference = {f"{n}.weight": m.weight.detach().clone() for n, m in modules.items()}
+        _listen(trainer, log)
         if change is not None:
             change(trainer)
         trainer.train()
-    _read_ledger(trainer, seen)
-    seen.left_over = list(getattr(trainer, "_metrics", {}).get("eval", {}).values())
-    seen.logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    _tell(trainer, seen)
-    return seen
+    _read_ledger(trainer, log)
+    log.left_over = list(getattr(trainer, "_metrics", {}).get("eval", {}).values())
+    log.logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    _record_data(trainer, log)
+    return log
 
 
-def _listen(trainer: Any, seen: Seen) -> None:
+def _listen(trainer: Any, log: RunLog) -> None:
     """Put ears on the trainer; none changes what it does."""
     from transformers import TrainerCallback
 
@@ -405,34 +359,31 @@ def _listen(trainer: Any, seen: Seen) -> None:
     record, valuation = records.micro_batch, getattr(weigher, "valuation", None)
 
     def heard_loss(model: Any, inputs: dict[str, Any], *args: Any, **more: Any) -> Any:
-        _of_step(seen.micro, trainer.state.global_step).append(documents_of(inputs))
+        log.micro[trainer.state.global_step].append(documents_of(inputs))
         return compute(model, inputs, *args, **more)
 
-    def heard_record(batch: Any, scored: Any, weights: Tensor, *rest: Any) -> None:
+    def heard_record(batch: Any, values: Any, weights: Tensor) -> None:
         step, mask = trainer.state.global_step, batch.mask
-        found: dict[str, Tensor] = {}
-        if scored is not None:
-            parts = {} if scored.token_values is None else scored.token_values.components()
-            found = {n: v[mask].double() for n, v in {"total": scored.totals, **parts}.items()}
-        _of_step(seen.values, step).append(found)
-        _of_step(seen.weights, step).append(weights[mask].double())
-        record(batch, scored, weights, *rest)
+        parts = {} if values is None else {"total": values.total, **values.components()}
+        log.values[step].append({n: v[mask].double() for n, v in parts.items()})
+        log.weights[step].append(weights[mask].double())
+        record(batch, values, weights)
 
     def heard_build() -> Any:
         scorer = build()
-        for setter, told in (
-            (scorer.set_validation, seen.drawn),
-            (scorer.set_retention, seen.kept_back),
+        for setter, data in (
+            (scorer.set_validation, log.drawn),
+            (scorer.set_retention, log.kept_back),
         ):
-            _overhear(scorer, setter, told, trainer)
+            _overhear(scorer, setter, data, trainer)
         return scorer
 
     class Ears(TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            seen.gradients.append(_flat(trainer.model, lambda p: p.grad))
+            log.gradients.append(_flat(trainer.model, lambda p: p.grad))
 
         def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-            seen.parameters.append(_flat(trainer.model, lambda p: p.detach()))
+            log.parameters.append(_flat(trainer.model, lambda p: p.detach()))
 
     trainer.compute_loss, records.micro_batch = heard_loss, heard_record
     records.write_results = lambda: None
@@ -441,12 +392,12 @@ def _listen(trainer: Any, seen: Seen) -> None:
     trainer.add_callback(Ears())
 
 
-def _overhear(scorer: Any, given: Any, told: dict[int, Micro], trainer: Any) -> None:
+def _overhear(scorer: Any, setter: Any, rows: dict[int, Micro], trainer: Any) -> None:
     def heard(items: Any) -> None:
-        told[trainer.state.global_step] = validation_documents(items)
-        given(items)
+        rows[trainer.state.global_step] = validation_documents(items)
+        setter(items)
 
-    setattr(scorer, given.__name__, heard)
+    setattr(scorer, setter.__name__, heard)
 
 
 def _flat(model: Any, of: Any) -> Tensor:
@@ -459,110 +410,110 @@ def _flat(model: Any, of: Any) -> Tensor:
     )
 
 
-def _read_ledger(trainer: Any, seen: Seen) -> None:
+def _read_ledger(trainer: Any, log: RunLog) -> None:
     for entry in trainer.ledger.documents.values():
         places = zip(entry.positions.tolist(), entry.ids[entry.positions].tolist(), strict=True)
         key = (0, 1, -1)[entry.branch], tuple(places)
-        assert key not in seen.ledger, "two documents of the ledger look the same"
-        seen.ledger[key] = torch.from_numpy(entry.sums.copy())
-        seen.visits[key] = entry.visits
+        assert key not in log.ledger, "two documents of the ledger look the same"
+        log.ledger[key] = torch.from_numpy(entry.sums.copy())
+        log.visits[key] = entry.visits
 
 
-def _tell(trainer: Any, seen: Seen) -> None:
-    """What the reference is told: micro-batches, and the rows that a step was measured against."""
-    asked = seen.asked
+def _record_data(trainer: Any, log: RunLog) -> None:
+    """Record for the reference the micro-batches, and the rows that each step was measured by."""
+    run = log.run
     pool = trainer.valuation.pool if trainer.args.needs_values else None
     rows = trainer.rows.validation
 
     def documents(chosen: Sequence[int]) -> Micro:
         return validation_documents([trainer.row_batch([rows[i] for i in chosen])])
 
-    validation: list[Micro] = [() for _ in range(asked.steps)]
+    validation: list[Micro] = [() for _ in range(run.steps)]
     held_out: Micro = ()
     if pool is not None:
-        validation = [documents(pool.rows(step)) for step in range(asked.steps)]
+        validation = [documents(pool.rows(step)) for step in range(run.steps)]
         held_out = documents(pool.held_out) if pool.held_out else ()
-        for step, found in seen.drawn.items():
-            validation[step] = found
-    retention = [seen.kept_back.get(step, ()) for step in range(asked.steps)]
-    weights = tuple(map(tuple, seen.weights)) if asked.policy == "random" else ()
-    micro = tuple(map(tuple, seen.micro))
-    seen.told = Told(micro, tuple(validation), tuple(retention), held_out, weights)
-    seen.all_rows = documents(range(len(rows))) if rows else ()
+        for step, drawn in log.drawn.items():
+            validation[step] = drawn
+    retention = [log.kept_back.get(step, ()) for step in range(run.steps)]
+    weights = tuple(map(tuple, log.weights.values())) if run.policy == "random" else ()
+    micro = tuple(map(tuple, log.micro.values()))
+    log.data = RunData(micro, tuple(validation), tuple(retention), held_out, weights)
+    log.all_rows = documents(range(len(rows))) if rows else ()
 
 
 _replays: dict[Any, Replay] = {}
 
 
-def replayed(seen: Seen) -> Replay:
+def replayed(log: RunLog) -> Replay:
     """The reference's run; the same question is not worked out twice."""
-    told = seen.told
-    assert told is not None
-    key = seen.asked, told.micro, told.validation, told.retention, told.held_out
-    if key in _replays and not told.weights:
+    data = log.data
+    assert data is not None
+    key = log.run, data.micro, data.validation, data.retention, data.held_out
+    if key in _replays and not data.weights:
         return _replays[key]
     if len(_replays) > 40:
         _replays.clear()
-    found = Replay(seen.asked, seen.start, told, seen.fisher, seen.reference)
-    _replays[key] = found
-    return found
+    replay = Replay(log.run, log.start, data, log.fisher, log.reference)
+    _replays[key] = replay
+    return replay
 
 
-def compared(asked: Asked) -> tuple[Seen, Replay]:
-    """Both runs, once they have been found to agree."""
-    seen = trained(asked)
-    _check_rows(seen)
-    assert not seen.left_over, "a scoring pass has left something in the trainer's own metrics"
-    replay = replayed(seen)
-    assert len(seen.gradients) == len(seen.parameters) == len(seen.logs) == asked.steps
+def compared(run: RunConfig) -> tuple[RunLog, Replay]:
+    """Both runs, once they agree."""
+    log = trained(run)
+    _check_rows(log)
+    assert not log.left_over, "a scoring pass has left something in the trainer's own metrics"
+    replay = replayed(log)
+    assert len(log.gradients) == len(log.parameters) == len(log.logs) == run.steps
     for step, expected in enumerate(replay.steps):
-        _compare_values(seen, step, expected)
-        _compare_weights(seen, replay, step)
+        _compare_values(log, step, expected)
+        _compare_weights(log, replay, step)
         close(
-            seen.gradients[step], expected.gradient, expected.gradient_scale, MODEL, name="gradient"
+            log.gradients[step], expected.gradient, expected.gradient_scale, MODEL, name="gradient"
         )
         close(
-            seen.parameters[step],
+            log.parameters[step],
             expected.parameters,
-            expected.parameters.abs() + asked.learning_rate,
+            expected.parameters.abs() + run.learning_rate,
             MODEL,
             name="parameters",
         )
-        _compare_logs(seen.logs[step], expected.logs)
-    _compare_ledger(seen, replay)
-    return seen, replay
+        _compare_logs(log.logs[step], expected.logs)
+    _compare_ledger(log, replay)
+    return log, replay
 
 
-def _check_rows(seen: Seen) -> None:
-    """The rows that a step is measured against: as many as asked for, none twice, never one that is
-    held out; the same at every step, or each once before any comes again."""
-    asked, told = seen.asked, seen.told
-    assert told is not None
-    if asked.policy == "random":
+def _check_rows(log: RunLog) -> None:
+    """The rows that a step is measured against: as many as configured, none twice, never one that
+    is held out; the same at every step, or each once before any comes again."""
+    run, data = log.run, log.data
+    assert data is not None
+    if run.policy == "random":
         return
-    due = list(range(0, asked.steps, asked.direction_steps))
-    if asked.retention == "data" and asked.objective != "adaptation":
-        assert sorted(seen.kept_back) == due
-        branches = 2 if asked.family == "dpo" else 1
-        kept_back = [seen.kept_back[step] for step in (due if asked.direction_steps == 1 else [0])]
-        _check_stream(kept_back, branches * asked.retention_batch_size, branches * RETAINED)
-    if asked.objective == "stability":
-        assert not seen.drawn
+    due = list(range(0, run.steps, run.direction_steps))
+    if run.retention == "data" and run.objective != "adaptation":
+        assert sorted(log.kept_back) == due
+        branches = 2 if run.family == "dpo" else 1
+        kept_back = [log.kept_back[step] for step in (due if run.direction_steps == 1 else [0])]
+        _check_stream(kept_back, branches * run.retention_batch_size, branches * RETAINED)
+    if run.objective == "stability":
+        assert not log.drawn
         return
-    assert sorted(seen.drawn) == due
-    branches = 2 if asked.family == "dpo" else 1
-    share = asked.held_out_share if asked.held_out_steps else 0.0
-    count = len(seen.all_rows) // branches
-    held = max(1, round(share * count)) if share else 0
-    assert len(told.held_out) == branches * held
-    drawn = [row for step in told.validation for row in step]
-    assert not set(told.held_out) & set(drawn), "a held-out row was drawn"
-    size = branches * asked.validation_batch_size
-    if asked.validation_mode == "pool":
-        _check_stream(told.validation, size, len(seen.all_rows) - len(told.held_out))
+    assert sorted(log.drawn) == due
+    branches = 2 if run.family == "dpo" else 1
+    share = run.held_out_share if run.held_out_steps else 0.0
+    count = len(log.all_rows) // branches
+    held_count = max(1, round(share * count)) if share else 0
+    assert len(data.held_out) == branches * held_count
+    drawn = [row for step in data.validation for row in step]
+    assert not set(data.held_out) & set(drawn), "a held_count-out row was drawn"
+    size = branches * run.validation_batch_size
+    if run.validation_mode == "pool":
+        _check_stream(data.validation, size, len(log.all_rows) - len(data.held_out))
     else:
-        assert len(set(told.validation)) == 1
-        assert len(drawn) == size * asked.steps == len(set(drawn)) * asked.steps
+        assert len(set(data.validation)) == 1
+        assert len(drawn) == size * run.steps == len(set(drawn)) * run.steps
 
 
 def _check_stream(batches: Sequence[Micro], size: int, whole: int) -> None:
@@ -573,39 +524,39 @@ def _check_stream(batches: Sequence[Micro], size: int, whole: int) -> None:
     assert len(set(drawn[:epoch])) == epoch, "a row came again before all had come"
 
 
-def _compare_weights(seen: Seen, replay: Replay, step: int) -> None:
-    if seen.asked.policy == "random":
-        for micro, found in zip(replay.told.micro[step], seen.weights[step], strict=True):
+def _compare_weights(log: RunLog, replay: Replay, step: int) -> None:
+    if log.run.policy == "random":
+        for micro, trained_with in zip(replay.data.micro[step], log.weights[step], strict=True):
             for pool in replay.rank_groups(micro):
-                assert set(found.tolist()) <= {0.0, 1.0}
-                assert float(found[pool].sum()) == math.ceil(replay.ratio * len(pool))
+                assert set(trained_with.tolist()) <= {0.0, 1.0}
+                assert float(trained_with[pool].sum()) == math.ceil(replay.ratio * len(pool))
         return
-    for found, weights in zip(seen.weights[step], replay.steps[step].chosen, strict=True):
-        close(found, weights, 1.0, 0.0, name="weights")
+    for trained_with, weights in zip(log.weights[step], replay.steps[step].chosen, strict=True):
+        close(trained_with, weights, 1.0, 0.0, name="weights")
 
 
-def _compare_values(seen: Seen, step: int, expected: Any) -> None:
-    if seen.asked.policy == "random":
-        assert not any(seen.values[step]), "nothing is valued"
+def _compare_values(log: RunLog, step: int, expected: Any) -> None:
+    if log.run.policy == "random":
+        assert not any(log.values[step]), "nothing is valued"
         return
-    for found, values, scales in zip(
-        seen.values[step], expected.values, expected.scales, strict=True
+    for components, values, scales in zip(
+        log.values[step], expected.values, expected.scales, strict=True
     ):
-        assert found.keys() == values.keys(), sorted(found)
-        for name, value in found.items():
+        assert components.keys() == values.keys(), sorted(components)
+        for name, value in components.items():
             close(value, values[name], scales[name], MODEL, name=name)
 
 
-def _compare_logs(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+def _compare_logs(entry: Mapping[str, float], expected: Mapping[str, float]) -> None:
     for name, number in expected.items():
-        assert name in found, f"no {name} in the log"
-        close(found[name], number, abs(number) + 1e-4, 1e-6, name=name)
+        assert name in entry, f"no {name} in the log"
+        close(entry[name], number, abs(number) + 1e-4, 1e-6, name=name)
 
 
-def _compare_ledger(seen: Seen, replay: Replay) -> None:
-    assert seen.visits == replay.visits, "visits of the ledger"
+def _compare_ledger(log: RunLog, replay: Replay) -> None:
+    assert log.visits == replay.visits, "visits of the ledger"
     for key, (table, sizes) in replay.ledger.items():
-        close(seen.ledger[key], table, sizes, MODEL, name="ledger")
+        close(log.ledger[key], table, sizes, MODEL, name="ledger")
 
 
 @pytest.fixture(autouse=True)
@@ -615,88 +566,90 @@ def trainers() -> None:
         pytest.importorskip(name, reason=f"the trainers need {name}")
 
 
-Happened = Callable[[Seen, Replay], bool]
+Happened = Callable[[RunLog, Replay], bool]
 
 
-def moved(seen: Seen, replay: Replay) -> bool:
+def moved(log: RunLog, replay: Replay) -> bool:
     """Three steps, each with a gradient."""
     return all(step.norm > 0 for step in replay.steps)
 
 
-def clipped(seen: Seen, replay: Replay) -> bool:
+def clipped(log: RunLog, replay: Replay) -> bool:
     """The last step's gradient was cut to less than half."""
     return 0 < replay.clip < 0.5
 
 
-def unequal(seen: Seen, replay: Replay) -> bool:
+def unequal(log: RunLog, replay: Replay) -> bool:
     """Pairs differ in omega by a tenth."""
     return max(replay.omegas) > 1.1 * min(replay.omegas)
 
 
-def packed(seen: Seen, replay: Replay) -> bool:
+def packed(log: RunLog, replay: Replay) -> bool:
     """A micro-batch is one row of more documents than it was given rows."""
     return all(
-        len(micro) > seen.asked.rows and {d.row for d in micro} == {0}
-        for step in replay.told.micro
+        len(micro) > log.run.rows and {d.row for d in micro} == {0}
+        for step in replay.data.micro
         for micro in step
     )
 
 
-def uneven(seen: Seen, replay: Replay) -> bool:
+def uneven(log: RunLog, replay: Replay) -> bool:
     """Micro-batches of a step keep different shares, so that it matters which count divides."""
     shares = [[float(w.mean()) for w in step.weights] for step in replay.steps]
     return any(max(of_step) - min(of_step) > 0.005 for of_step in shares)
 
 
-def tied(seen: Seen, replay: Replay) -> bool:
+def tied(log: RunLog, replay: Replay) -> bool:
     """All values of the first step are zero: the weights are the reference's."""
     return all(not bool(values["total"].any()) for values in replay.steps[0].values)
 
 
-def drawn_anew(seen: Seen, replay: Replay) -> bool:
+def drawn_anew(log: RunLog, replay: Replay) -> bool:
     """Steps are measured against different rows."""
-    return len(set(replay.told.validation)) == seen.asked.steps
+    return len(set(replay.data.validation)) == log.run.steps
 
 
-PINNED: dict[str, tuple[Asked, Happened]] = {
-    "the paper's, SFT": (Asked(estimator="alphatoken", layers=2), moved),
-    "the paper's, DPO": (Asked("dpo", estimator="alphatoken", layers=2, seed=1), unequal),
-    "LoRA": (Asked(lora=True, estimator="alphatoken", seed=1), moved),
+PINNED: dict[str, tuple[RunConfig, Happened]] = {
+    "the paper's, SFT": (RunConfig(estimator="alphatoken", layers=2), moved),
+    "the paper's, DPO": (RunConfig("dpo", estimator="alphatoken", layers=2, seed=1), unequal),
+    "LoRA": (RunConfig(lora=True, estimator="alphatoken", seed=1), moved),
     "clipping, full preconditioner": (
-        Asked(preconditioner="full", max_grad_norm=0.1), clipped
+        RunConfig(preconditioner="full", max_grad_norm=0.1), clipped
     ),
     "full preconditioner of a sum": (
-        Asked(preconditioner="full", kept_normalization="sum", max_grad_norm=1e9), moved
+        RunConfig(preconditioner="full", kept_normalization="sum", max_grad_norm=1e9), moved
     ),
     "full preconditioner, DPO, one threshold": (
-        Asked("dpo", preconditioner="full", shared_threshold=True, max_grad_norm=0.02), clipped
+        RunConfig("dpo", preconditioner="full", shared_threshold=True, max_grad_norm=0.02), clipped
     ),
-    "kept normalisation": (Asked(kept_normalization="kept", max_grad_norm=1e9, seed=4), uneven),
-    "kept normalisation, DPO": (Asked("dpo", kept_normalization="kept", max_grad_norm=1e9), uneven),
+    "kept normalisation": (RunConfig(kept_normalization="kept", max_grad_norm=1e9, seed=4), uneven),
+    "kept normalisation, DPO": (
+        RunConfig("dpo", kept_normalization="kept", max_grad_norm=1e9), uneven
+    ),
     "kept normalisation over a global threshold": (
-        Asked(kept_normalization="kept", keep_scope="global", max_grad_norm=1e9, seed=2), uneven
+        RunConfig(kept_normalization="kept", keep_scope="global", max_grad_norm=1e9, seed=2), uneven
     ),
-    "masked logit": (Asked("dpo", masked_logit=True, kept_normalization="kept"), unequal),
-    "packing": (Asked(packing=True, estimator="path"), packed),
+    "masked logit": (RunConfig("dpo", masked_logit=True, kept_normalization="kept"), unequal),
+    "packing": (RunConfig(packing=True, estimator="path"), packed),
     "packing, own forward": (
-        Asked(packing=True, estimator="direct", scoring_forward="own", lora=True), packed
+        RunConfig(packing=True, estimator="direct", scoring_forward="own", lora=True), packed
     ),
     "pool, micro-batches of validation": (
-        Asked(validation_mode="pool", validation_micro_batch_size=2), drawn_anew
+        RunConfig(validation_mode="pool", validation_micro_batch_size=2), drawn_anew
     ),
     "direction for two steps": (
-        Asked(direction_steps=2, validation_mode="pool", preconditioner="frozen"), drawn_anew
+        RunConfig(direction_steps=2, validation_mode="pool", preconditioner="frozen"), drawn_anew
     ),
-    "global threshold, DPO": (Asked("dpo", keep_scope="global", estimator="path"), unequal),
-    "stability alone, all tied at first": (Asked(objective="stability", seed=3), tied),
-    "Kronecker retention": (Asked(retention="kronecker", seed=1), moved),
-    "retention by rows": (Asked(retention="data", stability_weight=0.7), moved),
-    "retention by pairs": (Asked("dpo", retention="data"), unequal),
-    "whole responses, the worst": (Asked(value_unit="response", policy="bottom"), moved),
-    "transformers' own trainer": (Asked("lm", kept_normalization="sum", lora=True), moved),
-    "all tokens": (Asked(policy="all"), moved),
-    "random": (Asked(policy="random", kept_normalization="kept"), moved),
-    "DFT": (Asked(loss="dft", layers=2, preconditioner="full", max_grad_norm=1e9), moved),
+    "global threshold, DPO": (RunConfig("dpo", keep_scope="global", estimator="path"), unequal),
+    "stability alone, all tied at first": (RunConfig(objective="stability", seed=3), tied),
+    "Kronecker retention": (RunConfig(retention="kronecker", seed=1), moved),
+    "retention by rows": (RunConfig(retention="data", stability_weight=0.7), moved),
+    "retention by pairs": (RunConfig("dpo", retention="data"), unequal),
+    "whole responses, the worst": (RunConfig(value_unit="response", policy="bottom"), moved),
+    "transformers' own trainer": (RunConfig("lm", kept_normalization="sum", lora=True), moved),
+    "all tokens": (RunConfig(policy="all"), moved),
+    "random": (RunConfig(policy="random", kept_normalization="kept"), moved),
+    "DFT": (RunConfig(loss="dft", layers=2, preconditioner="full", max_grad_norm=1e9), moved),
 }  # fmt: skip
 
 
@@ -714,12 +667,12 @@ FAST = (
 
 @pytest.mark.parametrize("name", tiered(PINNED, FAST))
 def test_a_pinned_run_is_the_references(name: str) -> None:
-    asked, happened = PINNED[name]
-    assert happened(*compared(asked)), f"nothing of the kind happened: {happened.__doc__}"
+    run, happened = PINNED[name]
+    assert happened(*compared(run)), f"nothing of the kind happened: {happened.__doc__}"
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> Asked:
+def runs(draw: st.DrawFn) -> RunConfig:
     """Any options that may stand together."""
     pick: Callable[..., Any] = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     family = pick("sft", "sft", "dpo", "dpo", "dpo", "lm")
@@ -733,7 +686,7 @@ def runs(draw: st.DrawFn) -> Asked:
     kinds = ("diagonal", "kronecker", "data")
     estimator = pick("label", "direct", "path", "alphatoken")
     divisors = ("response", "sum") if family != "dpo" else ("response",)
-    return Asked(
+    return RunConfig(
         family=family,
         loss=pick("nll", "dft") if family == "sft" and estimator == "label" else "nll",
         lora=draw(st.booleans()),
@@ -766,26 +719,26 @@ def runs(draw: st.DrawFn) -> Asked:
 
 @pytest.mark.filterwarnings("ignore:validation rows label")  # of rows drawn at random, a few
 @settings(budget(0.15, least=2), phases=(Phase.explicit, Phase.reuse, Phase.generate))
-@given(asked=runs())
-def test_the_trainer_is_the_reference(asked: Asked) -> None:
+@given(run=runs())
+def test_the_trainer_is_the_reference(run: RunConfig) -> None:
     """Values, weights, the gradient handed to the optimizer, the update, the ledger and the logs
     of a real run are those of the slow reference, step by step.
 
     Proves: eqs. phi_total, sft_masked_loss, dpo_masked_loss (exact), against reference_step.py.
     """
-    compared(asked)
+    compared(run)
 
 
-@pytest.mark.parametrize("asked", [Asked(policy="random")])
-def test_random_masks(asked: Asked) -> None:
+@pytest.mark.parametrize("run", [RunConfig(policy="random")])
+def test_random_masks(run: RunConfig) -> None:
     """A random mask is another one at each micro-batch and each step, and the same in a second run;
     another seed gives others.
 
     Proves: random masks (exact), against masks of two runs.
     """
     first, again, other = (
-        [[w.tolist() for w in step] for step in trained(replace(asked, seed=seed)).weights]
-        for seed in (asked.seed, asked.seed, asked.seed + 100)
+        [[w.tolist() for w in step] for step in trained(replace(run, seed=seed)).weights.values()]
+        for seed in (run.seed, run.seed, run.seed + 100)
     )
     assert first == again, "a second run draws other masks"
     assert first != other, "the seed does not matter"
@@ -793,8 +746,8 @@ def test_random_masks(asked: Asked) -> None:
     assert any(step[0] != first[0][0] for step in first), "steps draw the same"
 
 
-@pytest.mark.parametrize("asked", [Asked(policy="random")])
-def test_every_step_is_weighed(asked: Asked) -> None:
+@pytest.mark.parametrize("run", [RunConfig(policy="random")])
+def test_every_step_is_weighed(run: RunConfig) -> None:
     """A loss is not handed out with outputs beside it, and a step with a loss of the user's own is
     not taken.
 
@@ -803,8 +756,8 @@ def test_every_step_is_weighed(asked: Asked) -> None:
     from alphatoken.errors import UnsupportedError
 
     def with_outputs(trainer: Any) -> None:
-        given = trainer.compute_loss
-        trainer.compute_loss = lambda *args, **more: given(
+        compute = trainer.compute_loss
+        trainer.compute_loss = lambda *args, **more: compute(
             *args, **{**more, "return_outputs": True}
         )[0]
 
@@ -812,5 +765,5 @@ def test_every_step_is_weighed(asked: Asked) -> None:
         trainer.compute_loss = lambda model, inputs, *args, **more: model(**inputs).loss
 
     for own in (with_outputs, own_loss):
-        error = refusal(partial(trained, asked, own))
+        error = refusal(partial(trained, run, own))
         assert isinstance(error, UnsupportedError), f"a step was taken under {own.__name__}"

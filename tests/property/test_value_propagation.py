@@ -14,7 +14,6 @@ from tests.property.decoder import ReferenceAdapter
 from tests.property.profiles import budget
 from tests.property.setups import (
     CONTRACTION,
-    MODEL,
     Columns,
     Setup,
     attention_weights,
@@ -89,28 +88,6 @@ def test_value_propagation(case: AttentionCase, window: int | None, head_mean: b
     close(found, expected, scale, CONTRACTION, name=f"Value-Propagation, {head_mean=}")
 
 
-@given(attention_cases(g=1, r=1), WINDOWS)
-@budget(0.25)
-def test_one_head_makes_both_reductions_equal(case: AttentionCase, window: int | None) -> None:
-    """With a single query head the mean of alpha is alpha.
-
-    Proves: one head makes both reductions equal (exact), against explicit attention.
-    """
-    call = case.call()
-    assert case.h == 1
-    with blocks_of(case.chunk):
-        found = [
-            attention.propagate_values(
-                attention.AttentionStatistics(call),
-                case.error(),
-                window=window,
-                head_mean=head_mean,
-            )
-            for head_mean in (False, True)
-        ]
-    assert torch.equal(*found)
-
-
 @given(setups(), WINDOWS)
 @example(GROUPED, 2)
 @example(GROUPED, None)
@@ -161,26 +138,6 @@ def test_no_window_no_causal_part(setup: Setup) -> None:
     assert not bool(without.adaptation_causal.any())
     assert not bool(without.stability_causal.any())
     assert torch.equal(without.total, direct.total)
-
-
-@given(setups())
-@budget(0.1)
-def test_a_window_as_long_as_the_row_is_no_window(setup: Setup) -> None:
-    """W >= T equals W = None.
-
-    Proves: a window as long as the row is no window (approximate), against ``value_propagation``.
-    """
-    length = setup.case.batch["labels"].shape[1]
-    wide = quiet_score(make_scorer(setup, "alphatoken", window=length), setup.case.batch)
-    free = quiet_score(make_scorer(setup, "alphatoken", window=None), setup.case.batch)
-    scale = propagated(setup, window=None)
-    for found, expected, side in (
-        (wide.adaptation_causal, free.adaptation_causal, scale[0]),
-        (wide.stability_causal, free.stability_causal, scale[1]),
-    ):
-        assert found is not None
-        assert expected is not None
-        close(found, expected, influence.to_token_index(side.scale), MODEL, name="W = T")
 
 
 @given(setups(last=True, repeated_block=False))

@@ -20,13 +20,12 @@ from hypothesis.strategies import floats, integers
 from torch import Tensor, nn
 
 from alphatoken import AlphaTokenWarning, PreferenceBatch, Scorer, ScorerConfig
-from alphatoken.direction import walk as walks
 from alphatoken.direction.cache import DirectionCache
-from alphatoken.direction.walk import walk
 from alphatoken.errors import ConfigError, InputError, ModelError, NumericalError, UnsupportedError
+from alphatoken.estimate import walk as walks
+from alphatoken.estimate.walk import Walk, walk
 from alphatoken.oracle import composite, gradients
-from alphatoken.oracle import walk as oracle
-from alphatoken.scoring.walk import Walk
+from alphatoken.oracle import run as oracle
 from alphatoken.support.progress import Tracker
 from tests.property.profiles import budget
 from tests.property.setups import (
@@ -43,8 +42,10 @@ from tests.property.setups import (
 )
 from tests.property.strategies import CASE, ONE, PADDED, SHARED, TIED
 from tests.property.test_differences import counted, llama
+from tests.property.test_differences import rows_of as token_rows
 from tests.property.tolerance import close
 
+rows_of = partial(token_rows, rows=3)
 RATE, STEPS = 1e-2, 3
 SHORT = 1e-3  # of ways that a few nodes of a quadrature follow
 
@@ -70,9 +71,6 @@ def trained(setup: Setup, model: nn.Module, steps: int = STEPS, lr: float = RATE
 
 def wanted(setup: Setup, model: nn.Module, steps: int = STEPS) -> Tensor:
     return oracle.walk_values(model, trained(setup, model, steps), forward_of, setup.case.batch)
-
-
-# --- the values ----------------------------------------------------------------------------------
 
 
 @given(setups(), integers(1, 4))
@@ -204,9 +202,6 @@ def test_values_to_a_second_model_read_no_weights() -> None:
         assert torch.equal(observed.values(logits, ONE.batch["labels"]).total, expected)
 
 
-# --- what walk values are ------------------------------------------------------------------------
-
-
 @given(setups().filter(smooth))
 @example(Setup(TIED))
 @budget(0.05)
@@ -335,7 +330,7 @@ def test_a_walk_of_many_seconds_shows_its_progress(
     Scorer(ONE.model(), ONE.validation, config=config()).score(ONE.batch)
     assert "Walk" not in sys.stderr.getvalue()  # type: ignore[attr-defined]
     now = lambda *given, delay: Tracker(*given, delay=0.0 * delay)  # noqa: E731
-    monkeypatch.setattr("alphatoken.direction.walk.Tracker", now)
+    monkeypatch.setattr("alphatoken.estimate.walk.Tracker", now)
     monkeypatch.setattr("alphatoken.direction.inputs.Tracker", now)
     Scorer(ONE.model(), ONE.validation, config=config()).score(ONE.batch)
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
@@ -347,9 +342,6 @@ def test_a_walk_of_many_seconds_shows_its_progress(
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
     for done in (0, count):
         assert (f"Gradient of the validation rows: {done}/{count} (" in shown) == (rank == "0")
-
-
-# --- when a walk is taken ------------------------------------------------------------------------
 
 
 def _stepped(model: nn.Module) -> None:
@@ -496,14 +488,6 @@ def test_a_walk_on_pairs_lowers_the_preference_loss() -> None:
     close(values.total, expected, 1.0 + expected.abs(), 1e-8, name="pairs")
 
 
-# --- narrow arithmetic, and coming back ----------------------------------------------------------
-
-
-def rows_of(seed: int) -> dict[str, Tensor]:
-    ids = torch.randint(0, 64, (3, 16), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "labels": ids}
-
-
 def test_weights_in_16_bits_walk_in_float32() -> None:
     """Forty steps that are each smaller than a weight's rounding still move it, as in float32.
 
@@ -567,9 +551,6 @@ def test_weights_come_back_after_an_exception() -> None:
         close(scorer.score(ONE.batch).total, expected, 1.0 + expected.abs(), 1e-8, name="again")
 
 
-# --- what is said and refused --------------------------------------------------------------------
-
-
 def test_a_walk_that_climbs_is_said() -> None:
     """A rate so high that the validation loss rises, by half or far; not one that lowers it.
 
@@ -595,29 +576,6 @@ def test_losses_that_are_not_finite_are_refused() -> None:
         scorer.score(ONE.batch)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"objective": "stability"},
-        {"preconditioner": "frozen"},
-        {"standard_errors": True},
-        {"parameters": "linears,*norm*"},
-        {"layers": 2},
-        {"uncovered": "skip"},
-        {"part": "direct"},
-        {"derivative": "central"},
-        {"walk_steps": 0},
-        {"walk_learning_rate": 0.0},
-        {"walk_refresh": -1},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_without_a_meaning_are_refused(options: dict[str, Any]) -> None:
-    """One sentence each, which names the option."""
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        ScorerConfig("walk", **options)
-
-
 def test_a_reference_without_a_row_for_a_token_is_refused() -> None:
     """By its place, and not by an index inside of torch."""
     other = llama()
@@ -635,11 +593,8 @@ def test_a_reference_that_holds_the_model_itself_is_refused() -> None:
 
 
 def test_what_belongs_to_a_walk_is_refused_elsewhere() -> None:
-    """Options, a second model, a retention term, and the certificate."""
+    """A second model, a retention term, and the certificate."""
     model = ONE.model()
-    for option in ({"walk_steps": 3}, {"walk_refresh": 1}, {"walk_learning_rate": 1e-3}):
-        with pytest.raises(ConfigError, match=next(iter(option))):
-            ScorerConfig("label", **option)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="second model"):
         Scorer(model, ONE.validation, reference=ONE.model())
     with pytest.raises(ConfigError, match="no stability side"):

@@ -1,61 +1,47 @@
-"""A decoder small enough for dense Hessians and for listing every response.
-
-It shares nothing with the library: the oracles of retention, utility and preference are checked on
-it from their definitions.
-"""
+"""The reference decoder at its smallest: for dense Hessians and for listing every response."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.property import tolerance
+from tests.property.decoder import DecoderConfig, ReferenceDecoder
+from tests.property.setups import forward_of
 
-SCORED = ("key.weight", "value.weight", "mlp.weight")
-
-
-class TinyDecoder(nn.Module):
-    """Embedding, one causal attention head, one tanh layer, head: float64, no positions.
-
-    ``4 width^2 + 2 width vocabulary`` parameters, drawn from a standard normal by ``seed``.
-    """
-
-    def __init__(self, vocabulary: int, width: int, seed: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, width, bias=False)
-        self.value = nn.Linear(width, width, bias=False)
-        self.mlp = nn.Linear(width, width, bias=False)
-        self.dropout = nn.Dropout(0.5)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.double()
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.normal_(generator=generator)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        x = self.embed(input_ids)
-        length = x.shape[1]
-        allowed = torch.ones(length, length, dtype=torch.bool).tril()
-        if attention_mask is not None:
-            allowed = allowed & (attention_mask[:, None, :] != 0)
-        scores = self.query(x) @ self.key(x).transpose(1, 2)
-        weights = torch.softmax(scores.masked_fill(~allowed, -1e30), dim=-1)
-        x = x + weights @ self.value(x)
-        return self.head(self.dropout(x + torch.tanh(self.mlp(x))))
+SCORED = tuple(
+    f"layers.0.{name}.weight" for name in ("attention.k_proj", "attention.v_proj", "mlp.down_proj")
+)
 
 
 def tiny(seed: int, vocabulary: int = 3, width: int = 2):
-    """Model, forward callable (which must never be shown the labels) and named parameters."""
-    model = TinyDecoder(vocabulary, width, seed)
+    """Model, forward callable (which must never be shown the labels) and named parameters.
 
-    def forward(batch):
-        assert "labels" not in batch
-        return model(batch["input_ids"], batch.get("attention_mask"))
+    One layer of one head without norms or positions, ``6 width^2 + 2 width vocabulary`` numbers.
+    """
+    config = DecoderConfig(
+        vocabulary=vocabulary, layers=1, hidden=width, heads=1, kv_heads=1, head_dim=width,
+        mlp="plain", mlp_width=width, norm="none", positions="none", residual_dropout=0.5,
+    )  # fmt: skip
+    model = ReferenceDecoder(config, seed)
+    return model, forward_of(model), dict(model.named_parameters())
 
-    return model, forward, dict(model.named_parameters())
+
+def flat_gradient(loss: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+    """One vector of the gradients, in the mapping's order; the graph stays."""
+    gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
+    return torch.cat([g.reshape(-1) for g in gradients])
+
+
+def state_of(model: nn.Module) -> list[tuple[Any, ...]]:
+    """What an oracle must leave as it was: storages, versions, flags, numbers, gradients, modes."""
+    modes = [(module.training,) for module in model.modules()]
+    return modes + [
+        (p.data_ptr(), p._version, p.requires_grad, p.tolist(), p.grad) for p in model.parameters()
+    ]
 
 
 def labelled(rows: list[tuple[list[int], list[int]]], pad_left: bool) -> dict[str, Tensor]:
@@ -86,11 +72,13 @@ def draw_rows(
     ]
 
 
-def close(found: Tensor, wanted: Tensor, tol: float, scale: Tensor | float = 0.0, name="") -> None:
+def close(
+    actual: Tensor, expected: Tensor, tol: float, scale: Tensor | float = 0.0, name=""
+) -> None:
     """Equal up to ``tol`` times the larger of the largest entry and ``scale``, recorded.
 
     One scale for all entries: those of a Hessian or a gradient are sums over the same passes, in
     which small entries are the remains of large terms.
     """
-    largest = max(float(wanted.detach().abs().max()), float(scale))
-    tolerance.close(found, wanted, largest, tol, name=name)
+    largest = max(float(expected.detach().abs().max()), float(scale))
+    tolerance.close(actual, expected, largest, tol, name=name)

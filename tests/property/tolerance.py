@@ -24,7 +24,7 @@ TABLE: dict[str, dict[torch.dtype, float]] = {
 }
 """Kind of comparison -> dtype of the arithmetic -> tolerance; narrow dtypes have no others.
 
-The certificate has a table of its own (``alphatoken.certificate.tolerances``): what is promised to
+The certificate has a table of its own (``alphatoken.certificate.expected``): what is promised to
 users is not what the tests believe.
 """
 

@@ -7,11 +7,10 @@ named as ``package.module:Class``: a subclass of ``TokenPolicy`` with ``scores``
 it does what its paper does; in budget mode it ranks tokens and the trainer keeps as many as it is
 told, which makes methods comparable.
 
-Here are ``ratio`` (the trainers' own: top, random, bottom and all, ``TRAINER_POLICIES``),
-``standard`` (every token) and ``validation_first`` (every token, after the validation rows).
-Another package
-gives its policies names by entry points of the group ``alphatoken.policies``, as ``alphatoken-lab``
-does for the methods that people compare with.
+In ``builtin`` are the trainers' own (top, random, bottom and all, ``TRAINER_POLICIES``), every
+token, and every token after the validation rows. Another package gives its policies names by entry
+points of the group ``alphatoken.policies``, as ``alphatoken-lab`` does for the methods that people
+compare with.
 
 **May import** ``train.policy`` and what it stands on. **Oracle**: values computed by hand in
 ``tests/property/test_policies*.py``; weights of 1 equal TRL bit for bit.
@@ -29,15 +28,11 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from alphatoken.config import refused_by_estimator
+from alphatoken.config import WALK, refused_by_estimator
 from alphatoken.errors import ConfigError
-from alphatoken.estimate.names import WALK
-from alphatoken.model.layer_choice import read_layers
-from alphatoken.model.parameter_choice import ParameterChoice
+from alphatoken.model.choice import ParameterChoice, read_layers
 from alphatoken.train.fields import AlphaFields
-from alphatoken.train.policies.ratio import RATIO_POLICIES
-from alphatoken.train.policies.standard import DPO, Standard
-from alphatoken.train.policies.validation_first import ValidationFirst
+from alphatoken.train.policies.builtin import DPO, RATIO_POLICIES, Standard, ValidationFirst
 from alphatoken.train.policy import PolicySettings, TokenPolicy
 
 __all__ = [
@@ -81,7 +76,7 @@ _ONLY_VALUES: Mapping[str, Any] = {
 }
 """Options that act on token values, and what they are where they do nothing."""
 
-_DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(AlphaFields)}
+_DEFAULTS: Mapping[str, Any] = {option.name: option.default for option in fields(AlphaFields)}
 
 
 # --- by name ------------------------------------------------------------------------------------
@@ -94,7 +89,6 @@ def policy_names() -> tuple[str, ...]:
 
 @cache
 def _named_on(path: tuple[str, ...]) -> dict[str, str]:
-    """Policies of packages on a search path: name to "module:Class"; each is searched once."""
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
@@ -104,7 +98,7 @@ def find_policy(name: str) -> type[TokenPolicy]:
     Raises:
         ConfigError: there is none, or it is no policy.
     """
-    if name in _OWN:
+    if name in _OWN:  # before others: no package can take such a name
         return _OWN[name]
     target = name if ":" in name else _named_on(tuple(sys.path)).get(name)
     if target is None:
@@ -201,8 +195,7 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
         family: "sft" or "preference", the trainer's.
 
     Returns:
-        Empty for the trainers' own policies, and for a policy that cannot be made: what is wrong
-        with it is said where it is chosen.
+        Empty for the trainers' own policies, and for a policy that cannot be made.
     """
     name = options.get("policy") or "top"
     if name in STANDS_FOR or name in TRAINER_POLICIES:
@@ -212,7 +205,7 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
         mode = PolicySettings(mode=options.get("policy_mode") or "native")
         made = policy(name, mode, **arguments)
     except (ConfigError, TypeError):
-        return {}
+        return {}  # what is wrong with it is said where it is chosen
     neutral = dict(_ONLY_VALUES)
     if mode.mode == "native" or made.replaces_loss:
         neutral["kept_normalization"] = "response"
@@ -231,7 +224,7 @@ def unread_by_estimator(options: Mapping[str, Any]) -> dict[str, Any]:
         options: of the run, by name.
 
     Returns:
-        Empty where an option cannot be read: what is wrong with it is said where it is used.
+        Empty where an option cannot be read.
     """
     values = {**_DEFAULTS, **{name: value for name, value in options.items() if value is not None}}
     stands_for = STANDS_FOR.get(str(values["policy"]), {}).get("estimator")
@@ -242,7 +235,7 @@ def unread_by_estimator(options: Mapping[str, Any]) -> dict[str, Any]:
         refusals = refused_by_estimator({**values, "estimator": estimator, "layers": layers})
         neutral = {name: _DEFAULTS[name] for name, _ in refusals}
     except ConfigError:
-        return {}
+        return {}  # what is wrong with it is said where it is used
     if estimator == WALK and values["objective"] != "adaptation":
         neutral["retention"] = _DEFAULTS["retention"]
     return neutral if stands_for is None else {"estimator": stands_for, **neutral}
@@ -265,6 +258,7 @@ def chosen_policy(
     """
     settings: PolicySettings = options.policy_settings()
     if own is None and options.policy in TRAINER_POLICIES:
+        # In budget mode ``kept_normalization`` says what divides the loss, not the policy.
         kind, budget = RATIO_POLICIES[options.policy], replace(settings, mode="budget")
         return kind(budget, unit=options.value_unit) if options.weighs else None
     arguments = read_policy_options(options.policy_options)
@@ -278,7 +272,6 @@ def chosen_policy(
 
 
 def _refuse_divisor(chosen: TokenPolicy, divisor: str) -> None:
-    """Check that ``kept_normalization`` is not ignored."""
     published = chosen.settings.mode == "native" and chosen.denominator != divisor
     own_loss = chosen.replaces_loss
     if divisor == "response" or not (own_loss or published):
@@ -312,12 +305,10 @@ def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
     _refuse_divisor(chosen, options.kept_normalization)
     for name, neutral in _ONLY_VALUES.items():
         if getattr(options, name) != neutral:
-            makes_none = f"belongs to token values, and policy '{chosen.name}' makes none"
-            of_others = (
-                f"belongs to the trainers' own policies, and '{chosen.name}' is none of them"
-            )
             raise ConfigError(
-                f"{name} {of_others if chosen.needs.values else makes_none}",
+                f"{name} belongs to the trainers' own policies, and '{chosen.name}' is none of them"
+                if chosen.needs.values
+                else f"{name} belongs to token values, and policy '{chosen.name}' makes none",
                 got=f"{name}={getattr(options, name)!r}",
                 remedy="leave it out: keep_ratio is the setting of such a policy"
                 if name == "keep_scope"

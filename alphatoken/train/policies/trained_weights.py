@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.resume import content_digest, weights_digest
 from alphatoken.support.storage import read_tensors, write_tensors
-from alphatoken.train.documents import rows_fingerprint
+from alphatoken.train.ledger import rows_fingerprint
 from alphatoken.train.policy import PolicyStage
 
 __all__ = [
@@ -96,14 +96,14 @@ def validation_schedule(
     """Arguments of a training on the validation rows: few rows, so a schedule of their own.
 
     A constant rate without warm-up, one micro-batch a step, and micro-batches so small that there
-    are at least 24 steps where there are as many rows: what the run's own warm-up and accumulation
-    would leave of a few dozen rows is hardly a step.
+    are at least 24 steps where there are as many rows.
 
     Args:
         stage: of the run.
         epochs: of the validation rows.
         learning_rate: None for the run's.
     """
+    # The run's own warm-up and accumulation would leave hardly a step of a few dozen rows.
     most = int(len(stage.validation) * epochs) // _LEAST_STEPS
     arguments: dict[str, Any] = {
         "max_steps": -1,
@@ -127,8 +127,6 @@ def trained_copy(
     option: str,
 ) -> nn.Module:
     """A copy of the model, trained on some rows by the run's own trainer; trained once, then read.
-
-    It is announced before.
 
     Args:
         stage: of the run.
@@ -160,7 +158,6 @@ def trained_copy(
 
 
 def _schedule(options: Mapping[str, Any]) -> str:
-    """Schedule of a training, in a few words, as far as it is known."""
     named = {
         "num_train_epochs": "{:g} epochs",
         "per_device_train_batch_size": "batches of {}",

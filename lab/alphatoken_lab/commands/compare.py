@@ -7,25 +7,24 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from alphatoken.cli.options import CommandParser, add_options
+from alphatoken.cli.program import CommandParser, add_options
 from alphatoken.errors import ConfigError
 from alphatoken.support.options import option
-from alphatoken_lab.runner.cell_options import CellOptions
 from alphatoken_lab.runner.grid_file import GridOptions, read_grid
+from alphatoken_lab.runner.launchers import CellOptions
 
 if TYPE_CHECKING:
     from alphatoken_lab.measure.measures import Measures
-    from alphatoken_lab.runner.folder import GridFolder, Status
     from alphatoken_lab.runner.grid import Cell
     from alphatoken_lab.runner.records import Record
+    from alphatoken_lab.runner.running import GridFolder
 
 __all__ = [
     "CompareOptions", "check_measures", "look_up_tasks", "parse", "print_results",
-    "run", "run_cells",
+    "run",
 ]  # fmt: skip
 
 _ABOUT = """\
@@ -50,18 +49,13 @@ explains the grid's file, docs/evaluate.md lm-eval, exported answers and execute
 
 
 @dataclass(kw_only=True)
-class _Running(CellOptions):
-    """Options for running the grid."""
+class CompareOptions(GridOptions, CellOptions):
+    """Options for the folder of the grid."""
 
     output_dir: str = option("runs/compare", "folder for cells and tables")
     only: str = option("", "cells whose name contains it, and their needs")
     dry_run: bool = option(False, "list the cells, look up their tasks, and stop")
     cell: str | None = option(None, argparse.SUPPRESS)
-
-
-@dataclass(kw_only=True)
-class CompareOptions(GridOptions, _Running):
-    """Everything that ``alphatoken-lab compare`` itself is told."""
 
 
 def parse(words: Sequence[str]) -> tuple[CompareOptions, list[str]]:
@@ -86,10 +80,10 @@ def run(words: Sequence[str]) -> int:
     if options.cell is not None:
         return _run_cell(Path(options.cell))
     from alphatoken.support.resume import require_writable
-    from alphatoken_lab.runner.folder import GridFolder
     from alphatoken_lab.runner.grid import all_cells
-    from alphatoken_lab.runner.page import write_results
     from alphatoken_lab.runner.records import collect
+    from alphatoken_lab.runner.running import GridFolder, run_cells
+    from alphatoken_lab.runner.tables import write_results
 
     grid = read_grid(options, more)
     cells, folder = all_cells(grid), GridFolder(Path(options.output_dir))
@@ -108,8 +102,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run_cell(path: Path) -> int:
-    """One cell, in a process of its own."""
-    from alphatoken_lab.runner.running import end_with_parent
+    from alphatoken_lab.runner.launchers import end_with_parent
 
     end_with_parent()
     os.environ["TQDM_DISABLE"] = "1"
@@ -149,9 +142,9 @@ def check_measures(cells: Sequence[Cell]) -> None:
     Raises:
         AlphaTokenError: what is not there or cannot be read.
     """
-    from alphatoken_lab.measure.answers import read_questions
     from alphatoken_lab.measure.losses import read_files
     from alphatoken_lab.measure.measures import require_files
+    from alphatoken_lab.measure.measuring import read_questions
     from alphatoken_lab.measure.tasks import check_tasks
 
     for cell in cells:
@@ -172,7 +165,7 @@ def check_measures(cells: Sequence[Cell]) -> None:
 
 
 def _measures(cells: Sequence[Cell]) -> dict[str, tuple[str, Measures]]:
-    """Command and measures of the cells of each task."""
+    # Cells of one task are measured alike: what is wrong is said once.
     from alphatoken_lab.measure.measures import Measures
 
     return {c.task: (c.command, Measures(**c.measures)) for c in cells if c.measures is not None}
@@ -191,87 +184,6 @@ def _choose_cells(cells: Sequence[Cell], text: str) -> list[Cell]:
     if not chosen:
         raise ConfigError("no cell has such a name", got=text, remedy="--dry_run lists them")
     return [cell for cell in cells if cell.name in chosen]
-
-
-# --- running ------------------------------------------------------------------------------------
-
-
-def run_cells(options: CellOptions, cells: Sequence[Cell], folder: GridFolder) -> dict[str, Status]:
-    """Run the missing cells, as the options say, and return the status of each.
-
-    Raises:
-        ConfigError: options that cannot be met, or another run is at work in the folder.
-    """
-    from alphatoken_lab.runner.launchers import for_processes
-    from alphatoken_lab.runner.running import run_grid
-
-    for cell in cells:
-        if cell.kind == "train":  # refused now, not when it is the cell's turn
-            for_processes(cell.options, options.devices_per_cell)
-    return run_grid(
-        cells,
-        folder,
-        partial(_command, options.devices_per_cell),
-        _launcher(options, folder.path),
-        progress=False if options.quiet else None,
-    )
-
-
-def _command(processes: int, path: Path) -> list[str]:
-    """Command of a cell's folder: a process, or a launcher's if the cell has several."""
-    from alphatoken.cli.recipes import accelerate_config
-    from alphatoken.support.storage import read_json
-    from alphatoken_lab.runner.launchers import PORT
-    from alphatoken_lab.runner.running import ATTACHED
-
-    own = ["-m", "alphatoken_lab.commands", "compare", "--cell", str(path)]
-    spec, count = read_json(path / "cell.json") or {}, str(processes)
-    if processes == 1 or spec["kind"] != "train":
-        return [sys.executable, *own]
-    name = spec["resolved"].get("accelerate_config")
-    if name in (None, "none"):
-        start = ["torch.distributed.run", "--nproc-per-node", count, "--master-port", PORT]
-    else:
-        start = ["accelerate.commands.launch", "--config_file", str(accelerate_config(name)[0]),
-                 "--num_processes", count, "--main_process_port", PORT]  # fmt: skip
-    attached = ["-c", ATTACHED] if sys.platform == "linux" else []
-    return [sys.executable, *attached, "-m", *start, *own]
-
-
-def _launcher(options: CellOptions, folder: Path) -> Any:
-    from alphatoken_lab.runner.launchers import LocalLauncher, SubmititLauncher
-
-    devices = [] if options.devices is None else options.devices.split(",")
-    if options.launcher == "local":
-        if options.queue is not None:
-            raise ConfigError("--queue needs --launcher slurm", got=options.queue)
-        if options.devices_per_cell > 1 and not devices:
-            raise ConfigError(
-                "--devices_per_cell needs the devices", got="no --devices", remedy="--devices 0,1"
-            )
-        return LocalLauncher(options.processes, devices, options.devices_per_cell)
-    if devices:
-        raise ConfigError(
-            "a queue assigns devices itself", got=f"--devices {options.devices}",
-            remedy="--devices_per_cell, or --queue gpus_per_node=N",
-        )  # fmt: skip
-    several = {"gpus_per_node": options.devices_per_cell} if options.devices_per_cell > 1 else {}
-    cluster = options.launcher.removeprefix("submitit-")
-    parameters = {**several, **_parameters(options.queue or "")}
-    return SubmititLauncher(folder / "queue", cluster, options.processes, parameters)
-
-
-def _parameters(text: str) -> dict[str, Any]:
-    """``a=1,b=x`` as {a: 1, b: x}."""
-    import yaml
-
-    parameters = {}
-    for part in filter(None, text.split(",")):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise ConfigError("--queue is NAME=VALUE,NAME=VALUE", got=part)
-        parameters[name.strip()] = yaml.safe_load(value)
-    return parameters
 
 
 def print_results(

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alphatoken.cli.options import read_options
+from alphatoken.cli.program import read_options
+from alphatoken.cli.recipes import find_recipe
 from alphatoken.errors import ConfigError
 from alphatoken.score.options import ColumnOptions, ModelOptions
 from alphatoken.support.options import option
-from alphatoken_lab.measure.options import MeasureOptions, read_measures
+from alphatoken_lab.measure.measures import MeasureOptions, read_measures
 
 if TYPE_CHECKING:
     from alphatoken.model.loading import ModelParts
@@ -52,7 +53,7 @@ docs/evaluate.md says how win rates and executed code are scored."""
 
 
 @dataclass(kw_only=True)
-class _Reading:
+class EvaluateOptions(ModelOptions, MeasureOptions, ColumnOptions):
     """Options for reading and writing."""
 
     measures: str | None = option(None, "YAML file of measures, as a grid's `measures`")
@@ -72,11 +73,6 @@ class _Reading:
     dry_run: bool = option(False, "check everything, list the measures, and stop")
     quiet: bool = option(False, "show no progress")
     traceback: bool = option(False, "show the whole traceback of an error")
-
-
-@dataclass(kw_only=True)
-class EvaluateOptions(ModelOptions, MeasureOptions, ColumnOptions, _Reading):
-    """Everything that ``alphatoken-lab evaluate`` is told."""
 
 
 def read(words: Sequence[str]) -> EvaluateOptions:
@@ -126,7 +122,6 @@ def run(options: EvaluateOptions) -> None:
 
 
 def _measure_model(options: EvaluateOptions, out: Path) -> dict[str, Any] | None:
-    """All figures; None after a dry run."""
     from alphatoken.model.loading import find_limits, find_parts, load_causal_model, load_tokenizer
     from alphatoken_lab.measure.losses import encode_files
     from alphatoken_lab.measure.measuring import measure, prepare, require_template
@@ -218,27 +213,20 @@ def _measures(options: EvaluateOptions) -> Measures:
 
 def _file(path: str | None) -> dict[str, Any]:
     """Measures of a YAML file: the mapping itself, or what stands under ``measures`` in it."""
-    import yaml
-
     from alphatoken_lab.runner.grid_file import expand_variables
 
     if path is None:
         return {}
     if not Path(path).is_file():
         raise ConfigError("the file of --measures does not exist", got=path)
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError("the file of --measures is no YAML", got=f"{path}: {error}") from None
-    if isinstance(content, Mapping) and "measures" in content:
-        content = content["measures"]
+    content = find_recipe(path).options
+    content = content.get("measures", content)
     if not isinstance(content, Mapping):
         raise ConfigError("the file of --measures holds no mapping", got=path)
     return dict(expand_variables(dict(content), path))
 
 
 def _has_pairs(measures: Measures) -> bool:
-    """True if the target's rows are preference pairs."""
     from alphatoken.data import read_records
     from alphatoken.data.pairs import CHOSEN, REJECTED
 
@@ -249,7 +237,7 @@ def _has_pairs(measures: Measures) -> bool:
 
 
 def _show(measures: Measures, prepared: Prepared, parts: ModelParts) -> None:
-    from alphatoken_lab.runner.page import setting_text
+    from alphatoken_lab.runner.tables import setting_text
 
     print(f"model: {parts.model}" + (f" with {parts.adapter}" if parts.adapter else ""))
     for name, path in measures.files.items():
@@ -263,8 +251,7 @@ def _show(measures: Measures, prepared: Prepared, parts: ModelParts) -> None:
 
 def table(result: Mapping[str, Any]) -> str:
     """Every score with how it was measured, and the means, where all parts of one are there."""
-    from alphatoken_lab.runner.page import setting_text
-    from alphatoken_lab.runner.tables import markdown
+    from alphatoken_lab.runner.tables import markdown, setting_text
 
     titles = {"retention": "General", "target": "Target"}
     details: Mapping[str, float] = result["details"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.options import read_options
+from alphatoken.cli.program import read_options
 from alphatoken.errors import ConfigError
 from alphatoken.support.options import option
 
@@ -135,14 +135,12 @@ def _merge(options: MergeOptions, out: Path, alpha: float) -> None:
 
 
 def _models(options: MergeOptions) -> tuple[Any, Any]:
-    """The two models on the CPU: as they are stored, or in float32 under an adapter.
-
-    The delta of an adapter is small: bfloat16 would round it away twice.
-    """
+    """The two models on the CPU: as they are stored, or in float32 under an adapter."""
     import torch
 
     from alphatoken.model.loading import load_causal_model
 
+    # The delta of an adapter is small: bfloat16 would round it away twice.
     dtype: Any = "auto" if options.adapter is None else torch.float32
     before = load_causal_model(options.before, device="cpu", dtype=dtype)
     if options.adapter is None:
@@ -154,7 +152,6 @@ def _models(options: MergeOptions) -> tuple[Any, Any]:
 
 
 def _stored_dtype(name: str) -> Any:
-    """The dtype that the base is stored in, which the merged model is stored in too."""
     import torch
     from transformers import AutoConfig
 

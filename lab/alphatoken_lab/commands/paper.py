@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alphatoken.cli.options import CommandParser, add_options
+from alphatoken.cli.program import CommandParser, add_options
 from alphatoken.errors import ConfigError
 from alphatoken_lab.paper.options import PaperOptions
 
@@ -74,9 +74,10 @@ def run(words: Sequence[str]) -> int:
             remedy="alphatoken-lab paper --list names them",
         )
     from alphatoken.support.resume import require_writable
-    from alphatoken_lab.commands.compare import check_measures, run_cells
+    from alphatoken_lab.commands.compare import check_measures
     from alphatoken_lab.paper.exhibits import LAPTOP, find
     from alphatoken_lab.paper.work import Work
+    from alphatoken_lab.runner.running import run_cells
 
     exhibit = find(name)
     if exhibit.kind == "none":
@@ -208,7 +209,7 @@ def _lay_out(work: Work) -> int:
         text += f"\nAs the paper prints them:\n\n{theirs}"
     picture = None
     if exhibit.picture and table.measured and find_spec("matplotlib") is not None:
-        from alphatoken_lab.paper.pictures import draw_table
+        from alphatoken_lab.paper.figures import draw_table
 
         picture = draw_table(exhibit, table).svg
         write_text(page.with_suffix(".svg"), picture)

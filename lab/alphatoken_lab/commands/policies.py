@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
-from alphatoken.cli.options import CommandParser
+from alphatoken.cli.program import CommandParser
 from alphatoken.train.policies import find_policy, policy_names
 from alphatoken.train.policy import Needs, TokenPolicy
 
@@ -55,7 +55,6 @@ def run(words: Sequence[str]) -> int:
 
 
 def _row(name: str, kind: type[TokenPolicy]) -> tuple[str, ...]:
-    """A line of the table."""
     own = kind.needs
     if not isinstance(own, Needs):  # depends on the settings
         own = kind(None).needs

@@ -1,7 +1,7 @@
 """Measures of a model and of its training: losses, tasks, answers, cost.
 
-- ``measures``: what is asked for. ``measuring``: all of it, of one model.
-- ``losses``: rows of files. ``tasks``: those of lm-eval. ``answers``: to the questions of a file.
+- ``measures``: what is asked for. ``measuring``: all of it, of one model, answers included.
+- ``losses``: rows of files. ``tasks``: those of lm-eval.
 - ``selection_cost``: memory and time of choosing tokens. ``pair_watch``: attention's pairs while a
   model trains.
 

@@ -26,24 +26,15 @@ from alphatoken.data import (
 from alphatoken.data.markers import require_one_form
 from alphatoken.errors import DataError, NumericalError
 from alphatoken.model.batch import label_mask
+from alphatoken.model.forward import evaluation_mode, response_losses
 from alphatoken.model.loading import Limits
-from alphatoken.model.modes import evaluation_mode
 from alphatoken.model.protocol import find_adapter
-from alphatoken.model.response_losses import response_losses
 from alphatoken_lab.measure.measures import Measures
 
 __all__ = [
-    "Each",
-    "Encoded",
-    "Rows",
-    "encode_file",
-    "encode_files",
-    "mean_response_loss",
-    "read_files",
-    "response_log_probs",
-    "row_losses",
-    "summary",
-]
+    "Each", "Encoded", "Rows", "encode_file", "encode_files", "read_files", "response_log_probs",
+    "row_losses", "summary",
+]  # fmt: skip
 
 Rows = Mapping[str, list[Row] | list[Pair]]
 """Rows or pairs of each file as they were read, by what the file is for."""
@@ -162,6 +153,7 @@ def response_log_probs(
         NumericalError: a sum is not finite; names the row.
     """
     device, adapter = next(model.parameters()).device, find_adapter(model)
+    # Rows of like lengths beside each other: little of a batch is padding.
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].input_ids))
     sums, counts = torch.zeros(len(examples)).double(), torch.zeros(len(examples)).double()
     with evaluation_mode(model), torch.no_grad():
@@ -177,13 +169,6 @@ def response_log_probs(
         row = examples[int((~torch.isfinite(sums)).nonzero()[0])].row
         raise NumericalError("a measured loss is not finite", got=row.place)
     return sums, counts
-
-
-def mean_response_loss(
-    model: nn.Module, examples: Sequence[Example], batch_size: int = 16
-) -> float:
-    """Mean of -log p over all labelled tokens of all rows together."""
-    return summary(row_losses(model, list(examples), batch_size))["loss"]
 
 
 Each = dict[str, list[float]]

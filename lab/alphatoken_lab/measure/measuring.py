@@ -4,13 +4,15 @@ Losses are in nats, scores in percent. A model has either losses or scores as it
 them for retention; the overall figure is the mean of the two where they are of one kind.
 
 A score that another program computes from exported answers is read from the folder of the answers:
-``scores/NAME/**/leaderboard.csv`` of alpaca_eval, ``scores/**/results*.json`` of lm-eval.
+``scores/NAME/**/leaderboard.csv`` of alpaca_eval, ``scores/**/results*.json`` of lm-eval. Answers
+are exported to ``answers-NAME.json`` as ``alpaca_eval --model_outputs`` reads them.
 """
 
 from __future__ import annotations
 
+import csv
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -18,14 +20,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import nn
 
-from alphatoken.data import Fields
-from alphatoken.errors import ConfigError
+from alphatoken.data import Fields, read_records
+from alphatoken.errors import ConfigError, DataError, ModelError
+from alphatoken.model.forward import evaluation_mode
 from alphatoken.model.loading import Limits, limits_of
 from alphatoken.support.progress import ProgressSink, Tracker
-from alphatoken.support.storage import read_json
-from alphatoken_lab.measure.answers import answers, export_answers, read_questions, win_rate
+from alphatoken.support.storage import read_json, write_json
 from alphatoken_lab.measure.losses import (
     Encoded,
     Rows,
@@ -36,10 +39,16 @@ from alphatoken_lab.measure.losses import (
 )
 from alphatoken_lab.measure.measures import Measures
 
-__all__ = ["Prepared", "awaited_scores", "measure", "prepare", "require_template", "with_scores"]
+__all__ = [
+    "Prepared", "answers", "awaited_scores", "export_answers", "measure", "prepare", "prompt_ids",
+    "read_questions", "require_template", "win_rate", "with_scores",
+]  # fmt: skip
 
 SCORES = "scores"
 """Folder, beside the answers, of what other programs say of them."""
+
+_QUESTION = ("instruction", "prompt", "question", "turns")
+"""Fields of AlpacaEval's, Arena-Hard's and MT-Bench's questions that hold the text."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +178,6 @@ def measure(
 
 
 def _add(result: dict[str, Any], name: str, score: Mapping[str, Any]) -> None:
-    """Put a score where it belongs: its value, if it has one, and what it was measured with."""
     how = dict(score)
     if "value" in how:
         result["details"][name] = how.pop("value")
@@ -208,7 +216,7 @@ def with_scores(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _means(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Target, retention and their mean; None where a part is still awaited."""
+    # Losses and scores have no mean, and neither has a part of which a score is still awaited.
     means: dict[str, Any] = {}
     units = {}
     for group in ("target", "retention"):
@@ -220,3 +228,116 @@ def _means(result: Mapping[str, Any]) -> dict[str, Any]:
     same = units["target"] == units["retention"] and None not in means.values()
     means["overall"] = fmean([means["target"], means["retention"]]) if same else None
     return {**means, "unit": units["target"], "retention_unit": units["retention"]}
+
+
+# --- questions and answers ------------------------------------------------------------------------
+
+
+def read_questions(path: str | Path, limit: int | None = None) -> list[str]:
+    """Questions of a file; of several turns the first.
+
+    Raises:
+        DataError: the file cannot be read, has no rows, or a row has no question.
+    """
+    questions: list[str] = []
+    for place, record in read_records(path):
+        if limit is not None and len(questions) >= limit:
+            break
+        text = _question(record)
+        if not text:
+            raise DataError(
+                "the row has no question",
+                got=f"{place}: {', '.join(record)}",
+                remedy=f"one of {', '.join(_QUESTION)}",
+            )
+        questions.append(text)
+    if not questions:
+        raise DataError("there are no questions", got=str(path))
+    return questions
+
+
+def _question(record: Mapping[str, Any]) -> str | None:
+    value = next((record[name] for name in _QUESTION if name in record), None)
+    value = value[0] if isinstance(value, list) and value else value
+    value = value.get("content") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool = True) -> list[int]:
+    """A prompt as the model reads it: in the chat template, or as plain text."""
+    if chat and getattr(tokenizer, "chat_template", None) is not None:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(prompt)["input_ids"])
+
+
+@torch.no_grad()
+def answers(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 256,
+    chat: bool = True,
+) -> list[str]:
+    """Greedy answers of the model to each prompt, up to its end token.
+
+    A prompt that leaves no room is cut at its beginning.
+
+    Raises:
+        ModelError: the model cannot generate.
+    """
+    generate: Any = getattr(model, "generate", None)
+    if generate is None:
+        raise ModelError("the model cannot generate", got=type(model).__name__)
+    device = next(model.parameters()).device
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    texts = []
+    with evaluation_mode(model):
+        for prompt in prompts:  # padding on the left would move the numbers of some models
+            ids = prompt_ids(tokenizer, prompt, chat=chat)
+            new = max_new_tokens if limit is None else min(max_new_tokens, limit - 1)
+            ids = ids if limit is None else ids[-(limit - new) :]
+            inputs = torch.tensor([ids], device=device)
+            generated = generate(
+                input_ids=inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=new,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id or 0,  # asked for, though nothing is padded
+            )
+            texts.append(tokenizer.decode(generated[0, len(ids) :], skip_special_tokens=True))
+    return texts
+
+
+def export_answers(
+    path: Path, questions: Sequence[str], outputs: Sequence[str], generator: str
+) -> None:
+    """Write answers as alpaca_eval's ``--model_outputs`` and ``--reference_outputs`` hold them."""
+    rows = [
+        {"instruction": question, "output": output, "generator": generator}
+        for question, output in zip(questions, outputs, strict=True)
+    ]
+    write_json(path, rows)
+
+
+def win_rate(path: Path, generator: str) -> float:
+    """Win rate in percent of a model's answers, of the leaderboard that alpaca_eval wrote.
+
+    Raises:
+        DataError: the file has no such model, or no win rate.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if generator in (next(iter(row.values())), row.get("name"), row.get("generator")):
+                try:
+                    return float(row["win_rate"])
+                except (KeyError, ValueError):
+                    break
+    raise DataError(
+        "the leaderboard has no win rate of these answers",
+        got=f"{path}: {generator}",
+        remedy="alpaca_eval --model_outputs with the answers-NAME.json of this folder",
+    )

@@ -33,10 +33,10 @@ from alphatoken.diagnose.pairs import (
 )
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.batch import LabelledBatch, read_batch, to_label_position
-from alphatoken.model.layer_choice import read_layers
+from alphatoken.model.choice import read_layers
 from alphatoken.model.protocol import find_adapter
 from alphatoken.support.resume import changed_settings
-from alphatoken.train.layouts import SHARDED, layout
+from alphatoken.train.distributed import SHARDED, layout
 
 __all__ = ["OPTION", "PROBE", "PairWatch", "taken_up", "watch_pairs"]
 

@@ -1,6 +1,6 @@
 """Cost of choosing tokens apart from training on them: peak memory, and seconds.
 
-Measured are the parts of a run that are in ``alphatoken.train.selecting``, inside
+Measured are the parts of a run that are in ``alphatoken.train.trainer_loss``, inside
 :func:`measured_selection`. A section's peak is all that is in use while it runs, weights and
 activations of the step included: what a device must have to choose tokens at all, as in the paper's
 runtime tables ("Peak Sel. Mem.", there the maximum GPU memory during scoring and mask
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from alphatoken.train.selecting import AROUND
+from alphatoken.train.trainer_loss import AROUND
 
 __all__ = ["SelectionCost", "measured_selection"]
 

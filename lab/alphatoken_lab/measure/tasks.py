@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.forward import evaluation_mode
 from alphatoken_lab.measure.measures import Measures
 
 __all__ = [
@@ -75,7 +75,9 @@ def load_tasks(names: Sequence[str], measures: Measures) -> Tasks:
         DataError: a task's data cannot be read, as hub tasks without a network.
     """
     pairs = [(name, metric or None) for name, _, metric in (one.partition(":") for one in names)]
-    manager = _manager(measures.task_path, tuple(name for name, _ in pairs))
+    wanted = measures.task_path, tuple(name for name, _ in pairs)
+    _refuse(_unknown(*wanted))
+    manager = _reader(*wanted)
     objects: dict[str, Any] = {}
     settings: dict[str, Mapping[str, Any]] = {}
     coded = set()
@@ -205,12 +207,6 @@ def check_tasks(every: Iterable[Measures], *, required: bool = True) -> list[str
     return []
 
 
-def _manager(folder: str | None, names: tuple[str, ...]) -> Any:
-    """lm-eval's reader of these tasks, all of which it knows."""
-    _refuse(_unknown(folder, names))
-    return _reader(folder, names)
-
-
 def _unknown(folder: str | None, names: tuple[str, ...]) -> list[str]:
     """Those that are no file, not in the folder of local ones and none of lm-eval's."""
     if find_spec("lm_eval") is None:
@@ -235,7 +231,7 @@ def _refuse(unknown: Sequence[str]) -> None:
 
 @cache
 def _reader(folder: str | None, names: tuple[str, ...]) -> Any:
-    """Of the folder's tasks alone where these are all there: to read lm-eval's own takes long."""
+    # To read lm-eval's own tasks takes long: they are left out where the folder has all of these.
     from lm_eval.tasks import TaskManager
 
     local = TaskManager(include_path=folder, include_defaults=False)

@@ -1,8 +1,8 @@
 """Token selection and weighting methods that people compare with, one file each.
 
 - From one forward over the rows before training (``static`` keeps it, cached and resumable):
-  ``stm``, ``xtf`` (``attention_received``, ``attribution``, ``otsu``), ``token_cleaning`` and its
-  rounds ``self_evolving``, ``sstoken``, ``flow``; masks that were fixed before: ``static_mask``.
+  ``stm``, ``xtf``, ``token_cleaning``, ``sstoken``, ``flow``; masks that were fixed
+  before: ``static_mask``.
 - From continuations of the model, once: ``cft``.
 - From a second model (``second_model``): ``rho_1``, ``token_cleaning``, ``sepo``.
 - From the training forward alone: ``talr``, ``dft``, ``eaft``, ``confpo``; of pairs

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -114,38 +114,15 @@ class CFT(StaticMask):
         """``wrong``: share of replacements that end wrong; ``answered``: 1 beside an answer."""
         if stage.tokenizer is None:
             raise ConfigError("CFT reads answers as text, and there is no tokenizer")
-        reading = _Reading(
-            stage.tokenizer, self.alternatives, self.max_new_tokens, self.answer, self.batch
-        )
         settings = {
             "alternatives": self.alternatives, "max_new_tokens": self.max_new_tokens,
             "answer": self.answer,
         }  # fmt: skip
-        columns = ("wrong", "answered")
-        return static_pass(stage, stage.model, columns, reading, "cft", settings=settings)
+        columns, measure = ("wrong", "answered"), partial(self._measure, stage.tokenizer.decode)
+        return static_pass(stage, stage.model, columns, measure, "cft", settings=settings)
 
-    def static_scores(self, table: TokenTable) -> NDArray[Any]:
-        """Scores of the column ``wrong``."""
-        return table.columns["wrong"]
-
-    def native_keep(self, table: TokenTable) -> NDArray[Any]:
-        """All replacements end wrong."""
-        self._summary["answered_share"] = float(table.columns["answered"].mean())
-        return np.asarray(table.columns["wrong"] == 1)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """Request of a static pass for each batch."""
-
-    tokenizer: Any
-    alternatives: int
-    most: int
-    pattern: str
-    batch: int
-
-    def __call__(
-        self, model: Any, inputs: Mapping[str, Tensor], labels: Tensor
+    def _measure(
+        self, decode: Callable[..., str], model: Any, inputs: Mapping[str, Tensor], labels: Tensor
     ) -> dict[str, Tensor]:
         if not {"cu_seq_lens_q", "seq_idx", "position_ids"}.isdisjoint(inputs):
             raise UnsupportedError(
@@ -163,13 +140,15 @@ class _Reading:
             ids = inputs["input_ids"][row, here]
             top = self._likeliest(adapter, ids) if bool(mask[row].any()) else None
             for start, end in _runs(mask[row, here]):
-                target = self._said(ids[start:end])
+                target = self._answer(decode, ids[start:end])
                 if target is None:
                     continue
                 assert top is not None
                 places = here[start:end].cpu()
                 answered[row, places] = 1.0
-                wrong[row, places] = self._wrong(adapter, ids.cpu(), top, start, end, target)
+                wrong[row, places] = self._wrong(
+                    decode, adapter, ids.cpu(), top, (start, end), target
+                )
         return {"wrong": wrong, "answered": answered}
 
     def _likeliest(self, adapter: DecoderAdapter, ids: Tensor) -> Tensor:
@@ -178,16 +157,24 @@ class _Reading:
         return adapter.forward(one)[0].topk(self.alternatives + 1, dim=-1).indices.cpu()
 
     def _wrong(
-        self, adapter: DecoderAdapter, ids: Tensor, top: Tensor, start: int, end: int, target: str
+        self,
+        decode: Callable[..., str],
+        adapter: DecoderAdapter,
+        ids: Tensor,
+        top: Tensor,
+        turn: tuple[int, int],
+        target: str,
     ) -> Tensor:
         """(end - start,) share of the replacements of each token whose answer is not ``target``."""
+        start, end = turn
         prefixes = [
             torch.cat([ids[:t], other[None]])
             for t in range(start, end)
-            for other in _others(top[t - 1], ids[t])[: self.alternatives]
+            # Without the token itself, wherever it stands among the likeliest.
+            for other in top[t - 1][top[t - 1] != ids[t]][: self.alternatives]
         ]
         said = [
-            self._said(torch.cat([prefix[start:], rest]))
+            self._answer(decode, torch.cat([prefix[start:], rest]))
             for first in range(0, len(prefixes), self.batch)
             for prefix, rest in self._continued(adapter, prefixes[first : first + self.batch])
         ]
@@ -198,10 +185,11 @@ class _Reading:
         self, adapter: DecoderAdapter, prefixes: Sequence[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Each with what the model goes on with; nothing after an end token or at the limit."""
-        limit, ends = adapter.max_positions(), set(adapter.end_tokens())
+        most, limit = self.max_new_tokens, adapter.max_positions()
+        ends = set(adapter.end_tokens())
         room = [
             0 if int(prefix[-1]) in ends
-            else self.most if limit is None else min(self.most, limit - len(prefix))
+            else most if limit is None else min(most, limit - len(prefix))
             for prefix in prefixes
         ]  # fmt: skip
         going = [i for i, left in enumerate(room) if left > 0]
@@ -212,14 +200,17 @@ class _Reading:
             continuations |= dict(zip(going, rests, strict=True))
         return zip(prefixes, continuations.values(), strict=True)
 
-    def _said(self, ids: Tensor) -> str | None:
-        text = self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-        return final_answer(text, self.pattern)
+    def _answer(self, decode: Callable[..., str], ids: Tensor) -> str | None:
+        return final_answer(decode(ids.tolist(), skip_special_tokens=True), self.answer)
 
+    def static_scores(self, table: TokenTable) -> NDArray[Any]:
+        """Scores of the column ``wrong``."""
+        return table.columns["wrong"]
 
-def _others(likeliest: Tensor, token: Tensor) -> Tensor:
-    """The same without the token itself, wherever it stands among them."""
-    return likeliest[likeliest != token]
+    def native_keep(self, table: TokenTable) -> NDArray[Any]:
+        """All replacements end wrong."""
+        self._summary["answered_share"] = float(table.columns["answered"].mean())
+        return np.asarray(table.columns["wrong"] == 1)
 
 
 def _runs(mask: Tensor) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,7 @@ from alphatoken.support.precision import full_precision
 from alphatoken.support.progress import Tracker
 from alphatoken.support.resume import weights_digest
 from alphatoken.support.storage import read_tensors, write_tensors
-from alphatoken.train.documents import rows_fingerprint
+from alphatoken.train.ledger import rows_fingerprint
 from alphatoken.train.policies.trained_weights import copy_weights, trainable
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 from alphatoken_lab.methods.lora_warmup import (
@@ -224,7 +224,6 @@ class LESS(TokenPolicy):
 
 
 def _tokens(rows: Sequence[Mapping[str, Any]]) -> Array:
-    """(R,) response tokens of each row."""
     counts = [sum(x != -100 for x in row.get("labels", row["input_ids"])[1:]) for row in rows]
     return np.asarray(counts, np.int64)
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, DataError, NumericalError
 from alphatoken.model.batch import label_mask
-from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.forward import evaluation_mode, response_losses
 from alphatoken.model.protocol import find_adapter
-from alphatoken.model.response_losses import response_losses
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.policies.trained_weights import copy_weights, trainable
@@ -149,7 +148,6 @@ def adapted(model: Any, settings: LoraWarmup) -> Iterator[Any]:
 
 @contextmanager
 def _gradients_back(model: nn.Module) -> Iterator[None]:
-    """Flags and gradients of all parameters, put back afterwards."""
     before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     try:
         yield
@@ -268,7 +266,7 @@ def _drawn(rows: Sequence[Mapping[str, Any]], settings: LoraWarmup) -> list[Mapp
 
 
 def _rate(step: int, total: int, settings: LoraWarmup) -> float:
-    """Linear rise, then linear fall; never 0, so that no step is wasted."""
+    # Linear rise, then linear fall; never 0, so that no step is wasted.
     rise = math.ceil(settings.warmup_ratio * total)
     if step < rise:
         return settings.learning_rate * (step + 1) / rise

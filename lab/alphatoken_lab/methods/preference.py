@@ -93,7 +93,7 @@ def weighted_simpo_losses(
 
 
 def _products(values: Tensor, weights: Tensor) -> Tensor:
-    """Weight times value in float32 or wider; 0 where the weight is, whatever the value."""
+    # A token of weight 0 may have log-probability -inf, and 0 times that would be NaN.
     dtype = wide(values.dtype, weights.dtype)
     fixed = weights.detach().to(dtype)
     return (fixed * values.to(dtype)).masked_fill(fixed == 0, 0.0)

@@ -31,13 +31,12 @@ from alphatoken.model.batch import (
     labels_of_all,
     predicted_labels,
 )
-from alphatoken.model.modes import evaluation_mode
+from alphatoken.model.forward import evaluation_mode, response_losses
 from alphatoken.model.protocol import find_adapter
-from alphatoken.model.response_losses import response_losses
 from alphatoken.select.masks import keep_count
 from alphatoken.support.progress import Tracker
 from alphatoken.support.resume import weights_digest
-from alphatoken.train.documents import Document, rows_fingerprint, split_batch
+from alphatoken.train.ledger import Document, rows_fingerprint, split_batch
 from alphatoken.train.policy import PolicyStage
 from alphatoken_lab.methods.token_table import TableHeader, TokenTable
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from alphatoken.errors import ConfigError
-from alphatoken.train.policies.trained_weights import load_copy, load_weights, trained_copy
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.support.resume import weights_digest
+from alphatoken.support.storage import write_json
+from alphatoken.train.ledger import rows_fingerprint
+from alphatoken.train.policies.builtin import Standard
+from alphatoken.train.policies.trained_weights import (
+    load_copy,
+    load_weights,
+    save_weights,
+    trained_copy,
+    weights_folder,
+)
 from alphatoken.train.policy import Needs, PolicySettings, PolicyStage
-from alphatoken_lab.methods.self_evolving import RoundsBefore, excess_losses
-from alphatoken_lab.methods.static_mask import StaticMask, second_model
+from alphatoken_lab.methods.static import keep_best, model_losses
+from alphatoken_lab.methods.static_mask import GivenTable, StaticMask, second_model
 from alphatoken_lab.methods.token_table import TokenTable
 
 __all__ = ["TokenCleaning"]
@@ -109,13 +122,9 @@ class TokenCleaning(StaticMask):
                 got="packed rows",
                 remedy="packing=False",
             )
-        rounds = RoundsBefore.run(stage, self.rounds, self._share(), self.rounding)
-        self._last = rounds.folder
-        self._summary |= {
-            "earlier_tokens": float(rounds.tokens),
-            "earlier_kept": float(rounds.kept),
-        }
-        return rounds.rows
+        part, self._last, counts = _rounds_before(stage, self.rounds, self._share(), self.rounding)
+        self._summary |= {f"earlier_{name}": float(count) for name, count in counts.items()}
+        return part
 
     def _share(self) -> float:
         own = self.native_ratio if self.settings.mode == "native" else None
@@ -131,7 +140,7 @@ class TokenCleaning(StaticMask):
     def measured(self, stage: PolicyStage) -> TokenTable:
         """Losses under base and reference."""
         reference = self._reference(stage) if self._last is None else load_copy(stage, self._last)
-        return excess_losses(stage, stage.model, reference)
+        return _excess_losses(stage, stage.model, reference)
 
     def _reference(self, stage: PolicyStage) -> Any:
         if self.reference is not None or self.warmup_share is None:
@@ -150,3 +159,100 @@ class TokenCleaning(StaticMask):
     def static_scores(self, table: TokenTable) -> Array:
         """Loss under the base minus loss under the reference."""
         return table.columns["base"] - table.columns["reference"]
+
+
+def _excess_losses(stage: PolicyStage, base: Any, reference: Any) -> TokenTable:
+    return model_losses(stage, base, "base").join(model_losses(stage, reference, "reference"))
+
+
+# --- the rounds of the self-evolving variant ------------------------------------------------------
+
+
+def _rounds_before(
+    stage: PolicyStage, rounds: int, ratio: float, rounding: str
+) -> tuple[range, Path, Counter[str]]:
+    """Rows of the last round, the folder of the round before it, and tokens trained on until then.
+
+        theta_0 = FT(theta_base, D_0, all tokens)
+        theta_t = FT(theta_(t-1), the top floor(rho N_t) tokens of D_t by
+                     s = l(theta_base) - l(theta_(t-1)))               t = 1 .. rounds - 1
+
+    ``D_0 .. D_(rounds-1)`` are consecutive parts of the rows; the last round is the run itself.
+
+    Raises:
+        ConfigError: a trainer that cannot train a copy, fewer rows than rounds.
+        DataError: a round in the folder is of another run.
+    """
+    if stage.train is None:
+        raise ConfigError(
+            "this trainer cannot train the rounds of self-evolving Token Cleaning",
+            got=f"rounds={rounds}",
+            why="earlier rounds train a copy of the model, in one process with whole weights",
+            remedy="one process",
+        )
+    if len(stage.rows) < rounds:
+        raise ConfigError(
+            "self-evolving Token Cleaning needs a row for each round",
+            got=f"{rounds} rounds, {len(stage.rows)} rows",
+        )
+    model, data = weights_digest(stage.model), rows_fingerprint(stage.rows)
+    made_of = {
+        "model": model, "data": data, "rounds": rounds, "ratio": ratio, "rounding": rounding
+    }  # fmt: skip
+    kind = f"token-cleaning-{rounds}-rounds"
+    top = weights_folder(stage, kind, model, data, ratio, rounding)
+    bounds = [len(stage.rows) * t // rounds for t in range(rounds + 1)]
+    counts: Counter[str] = Counter()
+    before: Path | None = None
+    for t in range(rounds - 1):
+        folder = top / f"round-{t}"
+        # Written last: after a kill, the round that was not finished is trained again.
+        if not (folder / "round.json").exists():
+            _train_round(stage, range(bounds[t], bounds[t + 1]), before, folder, made_of)
+        counts.update(_counts(folder, made_of))
+        before = folder
+    assert before is not None, "at least two rounds"
+    return range(bounds[-2], bounds[-1]), before, counts
+
+
+def _train_round(
+    stage: PolicyStage, rows: range, before: Path | None, folder: Path, made_of: Mapping[str, Any]
+) -> None:
+    """Train a copy on one part; after the first round on what base and last model choose of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = [stage.rows[i] for i in rows]
+    start, table = None, None
+    if before is not None:
+        start = load_copy(stage, before)
+        table = _excess_losses(replace(stage, rows=part, folder=folder), stage.model, start)
+        score = table.columns["base"] - table.columns["reference"]
+        keep = keep_best(table, score, made_of["ratio"], made_of["rounding"])
+        table = table.with_columns(keep=keep)
+    counts = {"tokens": 0, "kept": 0}
+
+    def record(mask: Tensor, weights: Tensor) -> None:
+        counts["tokens"] += int(mask.sum())
+        counts["kept"] += int((weights * mask != 0).sum())
+
+    assert stage.train is not None
+    policy = Standard() if table is None else GivenTable(table)
+    save_weights(stage.train(part, {}, model=start, policy=policy, record=record), folder)
+    write_json(folder / "round.json", {"made_of": made_of, "trained_on": counts})
+
+
+def _counts(folder: Path, made_of: Mapping[str, Any]) -> dict[str, int]:
+    file = folder / "round.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        differing = [k for k in made_of if content["made_of"].get(k) != made_of[k]]
+        counts = {name: int(content["trained_on"][name]) for name in ("tokens", "kept")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise DataError(f"the file '{file}' cannot be read", got=str(problem)) from problem
+    if differing:
+        raise DataError(
+            f"the finished round in '{folder}' is of a run with another {', '.join(differing)}",
+            got="; ".join(f"{k}: {content['made_of'].get(k)} there" for k in differing),
+            why="its model was trained on other tokens",
+            remedy="remove the folder",
+        )
+    return counts

@@ -1,7 +1,7 @@
 """Token tables: numbers of every response token of a data set, found again in any batch.
 
 A static pass leaves one: columns over the response tokens, document by document. Documents are
-known by their content (:mod:`alphatoken.train.documents`), so a token is found whatever batch,
+known by their content (:mod:`alphatoken.train.ledger`), so a token is found whatever batch,
 padding or packing it comes in, and rows that hold the same sequence share one entry. The header
 says what the numbers were computed from; a file that was made for other rows or another model is
 refused, and the message names what differs.
@@ -26,7 +26,7 @@ from alphatoken.errors import DataError, InputError
 from alphatoken.support.precision import wide
 from alphatoken.support.resume import changed_settings
 from alphatoken.support.storage import read_tensors, write_tensors
-from alphatoken.train.documents import KEY_BYTES, Document, split_batch
+from alphatoken.train.ledger import KEY_BYTES, Document, split_batch
 
 __all__ = ["TableHeader", "TokenTable"]
 
@@ -42,7 +42,7 @@ class TableHeader:
     Attributes:
         kind: what was computed, in a word.
         model: digest of the weights (``alphatoken.support.resume.weights_digest``), or "".
-        data: ``alphatoken.train.documents.rows_fingerprint`` of the rows, or "".
+        data: ``alphatoken.train.ledger.rows_fingerprint`` of the rows, or "".
         settings: everything else, as plain JSON values.
     """
 
@@ -244,7 +244,7 @@ class TokenTable:
         """Columns of a batch's response tokens: name -> (b, t), 0 off the response.
 
         Args:
-            inputs: of a forward, as :func:`~alphatoken.train.documents.split_batch` takes them.
+            inputs: of a forward, as :func:`~alphatoken.train.ledger.split_batch` takes them.
             mask: (b, t) boolean, True at response tokens.
             names: of columns; None for all.
 

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alphatoken.errors import ConfigError, ModelError, require_choice
+from alphatoken.errors import ConfigError, InputError, ModelError, require_choice
+from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.batch import token_losses
-from alphatoken.model.protocol import find_adapter
+from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
+from alphatoken.model.scope import resolve_layers
 from alphatoken.train.policy import PolicySettings, PolicyStage
-from alphatoken_lab.methods.attention_received import HEADS, QUERIES, receiving
-from alphatoken_lab.methods.otsu import multi_otsu
 from alphatoken_lab.methods.static import keep_best, measure_losses, static_pass
 from alphatoken_lab.methods.static_mask import StaticMask
 from alphatoken_lab.methods.token_table import TokenTable
 
-__all__ = ["XTF", "low_outliers", "task_relevance"]
+__all__ = ["HEADS", "QUERIES", "XTF", "low_outliers", "multi_otsu", "receiving", "task_relevance"]
 
 FILTERS = ("ri", "kn", "tr")
 DISTANCES = ("euclidean", "cosine")
 _ROWS = 1 << 14  # of the embedding matrix at a time
 
 Array = NDArray[Any]
+
+HEADS = ("mean", "max")
+QUERIES = ("mean", "sum")
 
 
 class XTF(StaticMask):
@@ -180,7 +185,6 @@ class XTF(StaticMask):
         return drops
 
     def _cluster(self, table: TokenTable) -> Array:
-        """Tokens in the Otsu class that is dropped."""
         values = table.columns["relevance"]
         bounds = table.starts if self.otsu_scope == "sequence" else np.asarray([0, table.tokens])
         drop = np.zeros(table.tokens, bool)
@@ -225,7 +229,6 @@ def low_outliers(table: TokenTable, values: Array, factor: float) -> Array:
 
 
 def _embeddings(model: Any) -> Tensor:
-    """(vocabulary, width) rows of the input embedding."""
     layer = model.get_input_embeddings()
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
@@ -284,3 +287,136 @@ def _centre_of_words(words: Sequence[str], embeddings: Tensor, tokenizer: Any) -
         raise ConfigError("an expert word has no token", got=repr(empty))
     means = [embeddings[torch.as_tensor(i)].double().mean(0) for i in ids]
     return torch.stack(means).mean(0)
+
+
+# --- Otsu's classes -------------------------------------------------------------------------------
+
+
+def multi_otsu(values: Array, classes: int = 3, bins: int = 256) -> Array | None:
+    """Thresholds between ``classes`` classes of ``values``; exact over the histogram.
+
+        max over partitions of  sum over classes  (sum m_i c_i)^2 / sum m_i
+
+    with bins of mass ``m_i`` and centre ``c_i``, classes being runs of bins: the variance between
+    the classes up to constants.
+
+    Args:
+        values: (n,) finite numbers.
+        classes: at least 2.
+        bins: of equal width, from the smallest to the largest value.
+
+    Returns:
+        (classes - 1,) ascending: the class of a value is the number of thresholds at or below it
+        (``np.searchsorted(thresholds, values, side="right")``). Among equal partitions the one
+        with the lowest thresholds. None where fewer than ``classes`` bins are filled.
+
+    Raises:
+        InputError: fewer than two classes, or more classes than bins.
+
+    Cost: O(classes bins^2). Source: Otsu 1979; Liao et al. 2001. scikit-image's
+    ``threshold_multiotsu`` maximises the same over the same histogram and returns bin centres,
+    which cuts the boundary bin in two; here a bin stays whole. Oracle: all
+    partitions, in the tests.
+    """
+    if not 2 <= classes <= bins:
+        raise InputError(
+            "multi-Otsu needs at least 2 classes, and as many bins",
+            got=f"{classes} classes, {bins} bins",
+        )
+    mass, edges = np.histogram(values, bins=bins)
+    if np.count_nonzero(mass) < classes:
+        return None
+    weight = np.concatenate([[0.0], np.cumsum(mass)])
+    moment = np.concatenate([[0.0], np.cumsum(mass * (edges[:-1] + edges[1:]) / 2)])
+    # gain[i, j]: of one class over bins i .. j - 1; impossible where it holds nothing.
+    inside = weight[None, :] - weight[:, None]
+    gain = np.full((bins + 1, bins + 1), -np.inf)
+    np.divide((moment[None, :] - moment[:, None]) ** 2, inside, out=gain, where=inside > 0)
+    best, cuts = gain[0], []
+    for _ in range(classes - 1):
+        total = best[:, None] + gain
+        cuts.append(total.argmax(0))
+        best = total.max(0)
+    ends = [bins]
+    for cut in reversed(cuts):
+        ends.append(int(cut[ends[-1]]))
+    return np.asarray(edges[sorted(ends[1:])])
+
+
+# --- attention that a token receives --------------------------------------------------------------
+
+
+class _Received:
+    """Sums over the attention calls of one forward."""
+
+    def __init__(self, real: Tensor, heads: str, queries: str) -> None:
+        self.real, self.heads, self.queries = real, heads, queries
+        self.total: Tensor | None = None
+        self.calls = 0
+
+    def __call__(self, call: AttentionCall, native: NativeAttention) -> Tensor:
+        statistics = AttentionStatistics(call)
+        batch, length = call.query.shape[0], call.query.shape[2]
+        received = torch.zeros(batch, length, dtype=statistics.dtype, device=call.query.device)
+        real = self.real.to(received)
+        for block in statistics.row_blocks():
+            alpha = statistics.softmax(block)[0].flatten(1, 2)  # (b, h, k, t)
+            by_query = alpha.mean(1) if self.heads == "mean" else alpha.amax(1)
+            received[:, block.columns] += torch.einsum("bk,bkt->bt", real[:, block.rows], by_query)
+        if self.queries == "mean":
+            later = real.flip(1).cumsum(1).flip(1)  # real queries at or after t
+            received = received / later.clamp(min=1)
+        self.total = received if self.total is None else self.total + received
+        self.calls += 1
+        return native(call.query, call.key, call.value)
+
+    def result(self) -> Float[Tensor, "b t"]:
+        """Mean over the calls."""
+        assert self.total is not None
+        return self.total / self.calls
+
+
+@contextmanager
+def receiving(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    *,
+    layers: int | str | Sequence[int] = "all",
+    heads: str = "mean",
+    queries: str = "mean",
+) -> Iterator[_Received]:
+    """Context in which one forward of ``inputs`` is watched; ``result()`` gives (b, t).
+
+        A_t = mean over layers, heads and real queries q >= t of alpha_{q,t}
+
+    without a T x T matrix.
+
+    Args:
+        model: a decoder whose attention is on transformers' interface.
+        inputs: of that forward; padding is read from ``attention_mask``.
+        layers: K for the last K, "all", or indices.
+        heads: "mean" or "max" over the query heads.
+        queries: "mean" over the real queries at or after t, or their "sum" (then early tokens
+            receive more because more queries see them).
+
+    Raises:
+        ConfigError: other options, or no softmax attention in these layers.
+    """
+    require_choice("heads", heads, HEADS)
+    require_choice("queries", queries, QUERIES)
+    adapter = find_adapter(model)
+    chosen = resolve_layers(adapter, layers)
+    modules = [module for layer in chosen for module in adapter.attention_modules(layer)]
+    if not modules:
+        raise ConfigError(
+            "none of the layers has softmax attention",
+            got=f"layers {list(chosen)}",
+            why="there are no attention scores to read",
+            remedy="choose other layers, or leave the filter 'ri' out",
+        )
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask")
+    real = torch.ones_like(ids) if mask is None else (mask != 0).to(ids.dtype)
+    received = _Received(real, heads, queries)
+    with adapter.override_attention(modules, received):
+        yield received

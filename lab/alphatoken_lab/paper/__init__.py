@@ -2,8 +2,8 @@
 
 ``exhibits/NAME.yaml`` says of each what it shows: rows by method, columns by measure, and the
 numbers that the paper prints. ``exhibits`` reads them and fills them with records, ``work`` plans
-their cells and what these need, ``figures`` hands models to a diagnostic, ``pictures`` draws those
-that are figures of a grid's numbers, ``rows`` makes the rows of the laptop scale.
+their cells and what these need, ``figures`` hands models to a diagnostic or draws a grid's numbers,
+``rows`` makes the rows of the laptop scale.
 
 **Tests**: ``tests/lab/test_paper.py``.
 """

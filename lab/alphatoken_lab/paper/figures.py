@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 from pathlib import Path
+from typing import Any
 
-from alphatoken.errors import ConfigError
+from alphatoken.diagnose.diagnosis import Drawing
+from alphatoken.diagnose.diagnosis import Table as Data
+from alphatoken.diagnose.figures import Figure, draw
+from alphatoken.diagnose.statistics import Estimate
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.support.storage import write_text
-from alphatoken_lab.paper.exhibits import LAPTOP, Diagnosed
+from alphatoken_lab.paper.exhibits import LAPTOP, Diagnosed, Exhibit
 from alphatoken_lab.paper.work import Work
-from alphatoken_lab.runner.folder import COLLECTED
 from alphatoken_lab.runner.grid import Cell, Task
+from alphatoken_lab.runner.running import COLLECTED
+from alphatoken_lab.runner.tables import Table
 
-__all__ = ["about_fisher", "diagnose", "export_rows", "refit_reason", "words_of"]
+__all__ = ["about_fisher", "diagnose", "draw_table", "export_rows", "refit_reason", "words_of"]
 
 _TRAIN, _VALIDATION = 2000, 32
 """Rows of the hub's data set that a figure at full scale is made of."""
@@ -71,12 +78,11 @@ def words_of(work: Work, diagnosed: Diagnosed, task: Task, out: Path) -> list[st
 
 
 def _cell(work: Work, task: Task, method: str) -> Cell:
-    """Cell of the first seed, whose model was kept."""
+    # Of the first seed: its model is the one that was kept.
     return next(c for c in work.cells if (c.task, c.policy) == (task.name, method))
 
 
 def _fisher(work: Work, cell: Cell) -> Path:
-    """The file of the Fisher that a cell trained with, among those of its grid."""
     key = (work.folder.result(cell) or {}).get("fisher")
     return work.folder.path / "fishers" / f"{key}.safetensors"
 
@@ -162,3 +168,48 @@ def _section(work: Work, diagnosed: Diagnosed, task: Task, out: Path) -> list[st
             text += [f"![{figure.title}]({name})\n"]
     whole = out.relative_to(work.root) / "report.html"
     return [*text, f"All of the diagnosis: [{whole}]({whole})\n"]
+
+
+# --- of a grid's numbers --------------------------------------------------------------------------
+
+
+def draw_table(exhibit: Exhibit, table: Table) -> Drawing:
+    """The figure of an exhibit; bars reach from the least to the largest of the seeds.
+
+    Raises:
+        ConfigError: the exhibit shows no picture, or nothing was measured yet.
+    """
+    kind = str(exhibit.picture)
+    require_choice(f"the picture of {exhibit.label}", kind, ("bars", "lines"))
+    if not table.measured:
+        raise ConfigError(
+            "there is nothing to draw yet", got=exhibit.label, remedy="run its cells first"
+        )
+    # One record a column and row; lines have a panel for each group too, over its numbers.
+    points: list[dict[str, Any]] = []
+    for column in table.columns:
+        for title, rows in table.groups:
+            for row in rows:
+                values = row.values(column.key)
+                value: Any = values[0] if values else None
+                if len(values) > 1:
+                    value = Estimate(
+                        statistics.fmean(values), min(values), max(values), len(values)
+                    )
+                panel = f"{title}\n{column.head}" if kind == "lines" else column.head
+                name = float(row.name) if kind == "lines" else row.name
+                points.append({"panel": panel, "row": name, "value": value})
+    figure = Figure(
+        kind,
+        exhibit.name,
+        Data.of(exhibit.name, exhibit.title, points),
+        exhibit.title,
+        table.caption,
+        x="row",
+        y="value",
+        facets="panel",
+        xlabel=" ",
+        ylabel="mean over the seeds",
+        across=len(table.columns) if kind == "bars" else len(table.groups),
+    )
+    return draw(figure)

@@ -6,26 +6,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from alphatoken.support.options import option
-from alphatoken_lab.runner.cell_options import CellOptions
+from alphatoken_lab.runner.launchers import CellOptions
 
 __all__ = ["PaperOptions"]
 
 
 @dataclass(kw_only=True)
-class _What:
-    """Options for tables and figures."""
+class PaperOptions(CellOptions):
+    """Options for tables and figures, models and rows."""
 
     scale: Literal["full", "laptop"] = option("full", "run as in the paper, or in small")
     dry_run: bool = option(False, "list trainings and missing files, and stop")
     seeds: list[int] | None = option(None, "seeds (default: 0 1 2)")
     output_dir: str = option("runs/paper", "folder for cells, tables and figures")
     budget: str = option("10m", "time limit of a diagnostic for a figure, or none")
-
-
-@dataclass(kw_only=True)
-class _Inputs:
-    """Options for models and rows."""
-
     evaluation_dir: str = option("paper-evaluation", "full: files of benchmarks and questions")
     model: str | None = option(None, "laptop: another model than SmolLM2-135M-Instruct")
     train_file: str | None = option(None, "laptop: rows (pairs) to train on, cut into all parts")
@@ -33,8 +27,3 @@ class _Inputs:
     warm_file: str | None = option(None, "laptop: rows of the warm-up before preferences")
     retention_file: str | None = option(None, "laptop: rows that must not be forgotten")
     probes_file: str | None = option(None, "laptop: rows whose states are compared")
-
-
-@dataclass(kw_only=True)
-class PaperOptions(_What, _Inputs, CellOptions):
-    """Everything that ``alphatoken-lab paper`` itself is told."""

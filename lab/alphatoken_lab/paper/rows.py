@@ -126,7 +126,6 @@ def _fitting(rows: Iterable[Record], generator: random.Random) -> list[Record]:
 
 
 def _letters(row: Record) -> int:
-    """Letters of the row; of a pair those of its longer response."""
     if "chosen" in row:
         return max(len(str(row[name])) for name in ("chosen", "rejected"))
     return sum(len(value) for value in row.values() if isinstance(value, str))

@@ -13,9 +13,9 @@ from typing import Any
 from alphatoken.errors import ConfigError
 from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit
 from alphatoken_lab.paper.options import PaperOptions
-from alphatoken_lab.runner.folder import GridFolder
 from alphatoken_lab.runner.grid import REFERENCES, Cell, Grid, all_cells
 from alphatoken_lab.runner.grid_file import GridOptions, read_grid
+from alphatoken_lab.runner.running import GridFolder
 
 __all__ = ["Work"]
 
@@ -171,7 +171,6 @@ class Work:
 
 
 def _files_in(value: Any) -> Iterator[str]:
-    """Whatever ends as a file of rows does; models of other cells are left out."""
     if isinstance(value, str) and value.endswith((".jsonl", ".parquet")) and value[0] != "@":
         yield value
     elif isinstance(value, Mapping):

@@ -19,18 +19,16 @@ from transformers import TrainerCallback
 
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.model.batch import label_mask
-from alphatoken.support.locks import try_lock
-from alphatoken.support.storage import read_json, write_json, write_text
-from alphatoken.train.distributed import Ranks
-from alphatoken.train.layouts import SHARDED, layout
+from alphatoken.support.storage import read_json, try_lock, write_json, write_text
+from alphatoken.train.distributed import SHARDED, Ranks, layout
 from alphatoken.train.policies import TRAINER_POLICIES
 from alphatoken_lab.measure.measures import Measures
 from alphatoken_lab.measure.measuring import measure, prepare
 from alphatoken_lab.measure.pair_watch import OPTION, watch_pairs
 from alphatoken_lab.measure.selection_cost import measured_selection
 from alphatoken_lab.methods.merge import merge_models
-from alphatoken_lab.runner.folder import COLLECTED
 from alphatoken_lab.runner.launchers import for_processes
+from alphatoken_lab.runner.running import COLLECTED
 
 __all__ = ["TokenCounter", "run_cell"]
 
@@ -113,7 +111,6 @@ def _run(path: Path, spec: dict[str, Any]) -> None:
 
 
 def _is_first() -> bool:
-    """True if this is the process that measures: the only one, or the first of a launcher's."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -229,7 +226,7 @@ def _load(path: Path, spec: Mapping[str, Any], folder: str | None = None) -> tup
 
 
 def _arguments(path: Path, command: str, options: Mapping[str, Any]) -> Any:
-    """Those of a cell, which its recipe holds."""
+    # Read as a user's would be, who runs the recipe that stands in the folder.
     import yaml
 
     from alphatoken.cli.arguments import read_arguments
@@ -249,16 +246,15 @@ def _arguments(path: Path, command: str, options: Mapping[str, Any]) -> Any:
 
 
 def _epoch_steps(trainer: Any) -> float | None:
-    """Optimizer steps of one epoch, parts of a step included; None for a stream."""
     args, rows = trainer.args, trainer.train_dataset
     if not hasattr(rows, "__len__"):
-        return None
+        return None  # a stream has no epochs
     together = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     return float(len(rows) / together)
 
 
 def _without_adapters(model: Any) -> Any:
-    """Adapters merged into a copy: who needs the model loads it as one."""
+    # Who needs the model loads it as a whole one; a copy is merged, since this one is measured.
     if not hasattr(model, "merge_and_unload"):
         return model
     import copy
@@ -290,6 +286,7 @@ class TokenCounter(TrainerCallback):
         self._trainer = trainer
         trainer.compute_loss = partial(self._compute_loss, trainer.compute_loss)
         trainer.monitor.record = partial(self._record, trainer.monitor.record)
+        trainer.monitor.scoring = partial(self._scoring, trainer.monitor.scoring)
         trainer.monitor.direction = partial(self._direction, trainer.monitor.direction)
         trainer.add_callback(self)
 
@@ -301,7 +298,6 @@ class TokenCounter(TrainerCallback):
             setattr(self, name, sum(values))
 
     def _place(self, step: int) -> Path:
-        """The counts of this process at a checkpoint."""
         rank = self._trainer.accelerator.process_index
         return self._folder / (f"{step}-{rank}.json" if rank else f"{step}.json")
 
@@ -330,8 +326,11 @@ class TokenCounter(TrainerCallback):
         self.kept += int((weights != 0).sum())
         squares = float(weights.double().square().sum())
         self.effective += float(weights.double().sum()) ** 2 / squares if squares else 0.0
-        self.scoring += float(named.get("seconds", 0.0))
         inner(*args, **named)
+
+    def _scoring(self, inner: Callable[[float], None], seconds: float) -> None:
+        self.scoring += seconds
+        inner(seconds)
 
     def _direction(self, inner: Callable[[float], None], seconds: float) -> None:
         self.direction += seconds

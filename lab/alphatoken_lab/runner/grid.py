@@ -324,7 +324,7 @@ def _training_options(
 
 
 def _named_after(task: Task, value: Any) -> Any:
-    """``{task}`` in a method's option is the task's name: a file, or a reference, of each task."""
+    # ``{task}`` in a method's option is the task's name: each task has its own file or reference.
     if isinstance(value, Mapping):
         return {key: _named_after(task, part) for key, part in value.items()}
     return value.replace("{task}", task.name) if isinstance(value, str) else value
@@ -362,7 +362,6 @@ def _add_with_needs(
 
 
 def _mentioned(value: Any) -> Iterator[str]:
-    """Names behind an @, wherever they stand."""
     if isinstance(value, str) and value.startswith("@"):
         yield value[1:]
     elif isinstance(value, Mapping):

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from alphatoken.cli.recipes import close_to, find_recipe, is_packaged
 from alphatoken.errors import ConfigError
 from alphatoken.support.options import option
-from alphatoken_lab.measure.options import MeasureOptions, read_measures, require_allowed
+from alphatoken_lab.measure.measures import MeasureOptions, read_measures, require_allowed
 
 if TYPE_CHECKING:
     from alphatoken_lab.runner.grid import Grid, Task
@@ -57,8 +57,8 @@ _ON_ALL: dict[str, Any] = {
 
 
 @dataclass(kw_only=True)
-class _What:
-    """Options for models and methods."""
+class GridOptions(MeasureOptions):
+    """Options for methods, models and rows."""
 
     config: str | None = option(None, "YAML file of a whole grid")
     recipe: str | None = option(None, "recipe of sft or dpo that every cell trains with")
@@ -69,20 +69,9 @@ class _What:
     tasks: list[str] | None = option(None, "tasks of the file (default: all of them)")
     seeds: list[int] | None = option(None, "seeds (default: 0 1 2)")
     keep_ratio: float | None = option(None, "share of tokens in budget cells (default 0.5)")
-
-
-@dataclass(kw_only=True)
-class _Rows:
-    """Model and rows, instead of the file's."""
-
     model_name_or_path: str | None = option(None, "model folder or hub name")
     train_file: str | None = option(None, "rows that every cell trains on")
     validation_file: str | None = option(None, "rows that values are measured against")
-
-
-@dataclass(kw_only=True)
-class GridOptions(_What, _Rows, MeasureOptions):
-    """Options of a grid that the command line may set."""
 
 
 def read_grid(
@@ -154,7 +143,6 @@ def expand_variables(value: Any, place: str, variables: Mapping[str, str] | None
 
 
 def _content(options: GridOptions, variables: Mapping[str, str]) -> dict[str, Any]:
-    """Content of the file, or of a recipe as the only task."""
     if (options.config is None) == (options.recipe is None):
         raise ConfigError(
             "a grid can come from one place only",
@@ -288,7 +276,6 @@ def _reference(
 
 
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that the command line sets."""
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from alphatoken.cli.recipes import accelerate_config
 from alphatoken.errors import ConfigError
+from alphatoken.support.options import option
+from alphatoken.support.storage import read_json
 
 __all__ = [
-    "PARENT", "PORT", "LocalLauncher", "QueuedJob", "SubmititLauncher", "for_processes",
+    "PARENT", "PORT", "CellOptions", "LocalLauncher", "QueuedJob", "SubmititLauncher",
+    "cell_command", "end_with_parent", "for_processes", "make_launcher",
 ]  # fmt: skip
 
 PORT = "{port}"
 """Stands in a command for a port that no other cell of the grid has."""
 
 PARENT = "ALPHATOKEN_COMPARE_PARENT"
+
+_PR_SET_PDEATHSIG = 1
+_ATTACHED = (
+    f"import ctypes, os, sys; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, 9); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+"""A program that becomes another one, and is killed when the process that started it ends."""
+
+
+@dataclass(kw_only=True)
+class CellOptions:
+    """Options for running the cells."""
+
+    processes: int = option(1, "number of cells at a time, or in the queue at a time")
+    devices: str | None = option(None, "indices of the GPUs for cells: 0,1,2,3")
+    devices_per_cell: int = option(
+        1, "number of GPUs of one cell; its global batch stays", at_least=1, metavar="GPUS"
+    )
+    launcher: Literal["local", "slurm", "submitit-local"] = option(
+        "local", "this machine, or a queue by submitit"
+    )
+    queue: str | None = option(None, "submitit's parameters: slurm_partition=gpu,timeout_min=600")
+    only_report: bool = option(False, "write the tables of finished cells, run nothing")
+    quiet: bool = option(False, "show no progress")
+    traceback: bool = option(False, "show the whole traceback of an error")
 
 
 def for_processes(options: Mapping[str, Any], world: int) -> dict[str, Any]:
@@ -116,8 +147,8 @@ class LocalLauncher:
         return process
 
     def _environment(self, devices: str | None, port: int) -> dict[str, str]:
-        """Several cells share the cores, unless the user has said how."""
         count = len(self._places)
+        # Several cells share the cores, unless the user has said how.
         threads = str(max(1, (os.cpu_count() or 1) // count))
         shared = {"OMP_NUM_THREADS": threads} if count > 1 else {}
         own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices, "MASTER_PORT": str(port)}
@@ -125,8 +156,8 @@ class LocalLauncher:
 
 
 def _free_port(used: set[int]) -> int:
-    """A port that nobody listens on, and no other cell was handed."""
     while True:
+        # One that was handed to another cell may not be listened on yet.
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
@@ -188,7 +219,6 @@ class SubmititLauncher:
 
 
 def _run(words: Sequence[str], log: str) -> int:
-    """Run the command in the job, its output to the cell's log; return its exit status."""
     port = str(_free_port(set()))
     print("alphatoken:", shlex.join(words))
     with open(log, "wb") as file:
@@ -231,3 +261,79 @@ class QueuedJob:
 
     def kill(self) -> None:
         """Leave the rest to the queue, where it was cancelled."""
+
+
+__all__ = ["CellOptions"]
+
+
+# --- a cell's process ---------------------------------------------------------------------------
+
+
+def make_launcher(options: CellOptions, folder: Path) -> LocalLauncher | SubmititLauncher:
+    """The launcher that the options describe; a queue keeps its own files in ``folder/queue``.
+
+    Raises:
+        ConfigError: options that contradict each other.
+    """
+    devices = [] if options.devices is None else options.devices.split(",")
+    if options.launcher == "local":
+        if options.queue is not None:
+            raise ConfigError("--queue needs --launcher slurm", got=options.queue)
+        if options.devices_per_cell > 1 and not devices:
+            raise ConfigError(
+                "--devices_per_cell needs the devices", got="no --devices", remedy="--devices 0,1"
+            )
+        return LocalLauncher(options.processes, devices, options.devices_per_cell)
+    if devices:
+        raise ConfigError(
+            "a queue assigns devices itself", got=f"--devices {options.devices}",
+            remedy="--devices_per_cell, or --queue gpus_per_node=N",
+        )  # fmt: skip
+    several = {"gpus_per_node": options.devices_per_cell} if options.devices_per_cell > 1 else {}
+    cluster = options.launcher.removeprefix("submitit-")
+    parameters = {**several, **_parameters(options.queue or "")}
+    return SubmititLauncher(folder / "queue", cluster, options.processes, parameters)
+
+
+def _parameters(text: str) -> dict[str, Any]:
+    """``a=1,b=x`` as {a: 1, b: x}."""
+    import yaml
+
+    parameters = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError("--queue is NAME=VALUE,NAME=VALUE", got=part)
+        parameters[name.strip()] = yaml.safe_load(value)
+    return parameters
+
+
+def cell_command(path: Path, processes: int = 1) -> list[str]:
+    """Command of the cell in a folder: a process, or a launcher's if the cell has several."""
+    own = ["-m", "alphatoken_lab.commands", "compare", "--cell", str(path)]
+    spec, count = read_json(path / "cell.json") or {}, str(processes)
+    if processes == 1 or spec["kind"] != "train":
+        return [sys.executable, *own]
+    name = spec["resolved"].get("accelerate_config")
+    if name in (None, "none"):
+        start = ["torch.distributed.run", "--nproc-per-node", count, "--master-port", PORT]
+    else:
+        start = ["accelerate.commands.launch", "--config_file", str(accelerate_config(name)[0]),
+                 "--num_processes", count, "--main_process_port", PORT]  # fmt: skip
+    attached = ["-c", _ATTACHED] if sys.platform == "linux" else []
+    return [sys.executable, *attached, "-m", *start, *own]
+
+
+def end_with_parent() -> None:
+    """Called by a cell's process: it is killed when the process that started it ends (Linux)."""
+    # Cells of a grid that was killed outright would train on, and the next start would run them a
+    # second time beside themselves.
+    parent: Any = os.environ.get(PARENT)
+    if parent is None or sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "RANK" in os.environ:  # between them stands the launcher's agent, which does the same
+        return
+    if os.getppid() != int(parent):  # it ended before the request
+        os.kill(os.getpid(), signal.SIGKILL)

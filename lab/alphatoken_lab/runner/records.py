@@ -12,10 +12,10 @@ from operator import itemgetter
 from typing import Any
 
 from alphatoken_lab.measure.measuring import with_scores
-from alphatoken_lab.runner.folder import GridFolder, Status
 from alphatoken_lab.runner.grid import REFERENCES, Cell
+from alphatoken_lab.runner.running import GridFolder, Status
 
-__all__ = ["Record", "Row", "collect", "records", "rows_of", "to_csv", "with_costs"]
+__all__ = ["Record", "Row", "collect", "records", "records_csv", "rows_of", "with_costs"]
 
 Record = dict[str, Any]
 
@@ -79,10 +79,7 @@ def _chosen_tries(
     results: Mapping[str, Mapping[str, Any] | None],
     status: Mapping[str, Status],
 ) -> set[str]:
-    """Best try of each method among the cells that try something, or the first still to run.
-
-    A try that failed, such as a learning rate at which the loss diverged, is worse than any other.
-    """
+    """Best try of each method among the cells that try something, or the first still to run."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         if cell.tried:
@@ -92,6 +89,7 @@ def _chosen_tries(
         result = results.get(name)
         if result:
             return float(result["details"]["choosing_loss"])
+        # A learning rate at which the loss diverged is worse than any other.
         return -math.inf if status[name].state == "missing" else math.inf
 
     return {min(names, key=loss) for names in groups.values()}
@@ -183,7 +181,7 @@ def rows_of(every: Sequence[Record], task: str) -> list[Row]:
     ]
 
 
-def to_csv(every: Sequence[Record]) -> str:
+def records_csv(every: Sequence[Record]) -> str:
     """Every record, one a line; first the columns that all have."""
     names = [n for n in dict.fromkeys(n for record in every for n in record) if n != "settings"]
     text = io.StringIO()

@@ -11,19 +11,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, patch_environment
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from alphatoken.direction.optimizers import frozen_preconditioners, full_preconditioners
 from alphatoken.errors import InputError
 from alphatoken.model.sharding import Sharding
-from alphatoken.train.distributed import Ranks, global_selection
-from alphatoken.train.layouts import layout, sharding_of
-from alphatoken.train.policies.ratio import (
+from alphatoken.train.distributed import Ranks, global_selection, layout, sharding_of
+from alphatoken.train.policies.builtin import (
     BottomRatioPolicy,
     RandomRatioPolicy,
     TopRatioPolicy,
 )
 from alphatoken.train.shards import Fsdp2Sharding
+from tests.integration import tiny_training
 
 
 def accelerator_for(name: str) -> Accelerator:
@@ -34,18 +34,9 @@ def accelerator_for(name: str) -> Accelerator:
 
 def odd_model() -> LlamaForCausalLM:
     """Sizes that no number of processes divides."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=33,
-        hidden_size=9,
-        intermediate_size=11,
-        head_dim=4,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        attention_bias=True,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"vocab_size": 33, "hidden_size": 9, "intermediate_size": 11, "head_dim": 4}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "attention_bias": True}
+    return tiny_training.model(layers=2, **sizes, **heads)
 
 
 def prepared(accelerator: Accelerator, model: nn.Module) -> nn.Module:

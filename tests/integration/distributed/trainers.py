@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from transformers import DataCollatorForSeq2Seq
 
 from alphatoken.errors import ConfigError
 from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer, AlphaTrainer
-from alphatoken.train.layouts import needs_own_forward, sharding_of
+from alphatoken.train.distributed import needs_own_forward, sharding_of
+from tests.integration import policy_examples
 from tests.integration.distributed.launch import CLIP, WORLD
 from tests.integration.distributed.worker import device_options, forget_precision
 from tests.integration.tiny_training import (
@@ -64,17 +66,17 @@ def watched(trainer: Any) -> list[dict[str, Any]]:
     decided: list[dict[str, Any]] = []
     record = trainer.records.micro_batch
 
-    def listen(batch: Any, scored: Any, weights: Tensor, *seconds: float) -> None:
+    def listen(batch: Any, values: Any, weights: Tensor) -> None:
         decided.append(
             {
                 "step": trainer.state.global_step,
                 "ids": batch.inputs["input_ids"],
                 "mask": batch.mask,
-                "values": None if scored is None else scored.totals,
+                "values": None if values is None else values.total,
                 "weights": weights,
             }
         )
-        record(batch, scored, weights, *seconds)
+        record(batch, values, weights)
 
     trainer.records.micro_batch = listen
     return decided
@@ -103,62 +105,6 @@ def run(trainer: Any) -> dict[str, Any]:
     }
 
 
-def sft_global(layout: str, folder: Path) -> dict[str, Any]:
-    return run(sft(layout, folder, keep_scope="global"))
-
-
-def dpo_global(layout: str, folder: Path) -> dict[str, Any]:
-    return run(dpo(layout, folder, keep_scope="global", learning_rate=1e-3))
-
-
-def sft_batch(layout: str, folder: Path) -> dict[str, Any]:
-    """The threshold of each micro-batch and rank; a pool."""
-    return run(
-        sft(
-            layout,
-            folder,
-            validation_mode="pool",
-            validation_batch_size=4,
-            validation_micro_batch_size=1,
-            retention="none",
-        )
-    )
-
-
-def lora_global(layout: str, folder: Path) -> dict[str, Any]:
-    return run(sft(layout, folder, peft=True, keep_scope="global", policy="top"))
-
-
-def hybrid_global(layout: str, folder: Path) -> dict[str, Any]:
-    """Gated delta nets and attention, all of them scored by the paper's values."""
-    more = {"estimator": "alphatoken", "layers": "3", "uncovered": "skip"}
-    return run(sft(layout, folder, model=hybrid(), keep_scope="global", **more))
-
-
-def label_global(layout: str, folder: Path) -> dict[str, Any]:
-    """Label values over all parameters, by differences: weights move where they lie."""
-    more = {"estimator": "label", "parameters": "all", "policy": "top"}
-    return run(sft(layout, folder, keep_scope="global", **more))
-
-
-def frozen_global(layout: str, folder: Path) -> dict[str, Any]:
-    """Values of the optimizer's steps, of its state: of the parts of weights that lie in parts."""
-    more = {"preconditioner": "frozen", "precondition_after": 1, "policy": "top"}
-    return run(sft(layout, folder, keep_scope="global", **more))
-
-
-def full_batch(layout: str, folder: Path) -> dict[str, Any]:
-    """The same at each step's own gradient, in the forward of the training."""
-    more = {"preconditioner": "full", "precondition_after": 1, "retention": "none"}
-    return run(sft(layout, folder, validation_micro_batch_size=1, **more))
-
-
-def experts_global(layout: str, folder: Path) -> dict[str, Any]:
-    """Values over the matrices of experts, whose rows each process has of its own micro-batches."""
-    more = {"parameters": "linears,experts", "layers": "2", "uncovered": "skip"}
-    return run(sft(layout, folder, model=mixture(), keep_scope="global", **more))
-
-
 def half_empty() -> Any:
     """Tokenised rows; every second one has no response, as truncation may leave it."""
     generator = torch.Generator().manual_seed(2)
@@ -178,12 +124,56 @@ def plain(layout: str, folder: Path, **more: Any) -> Any:
     return made(AlphaTrainer, folder, **arguments(layout, **given))
 
 
-def empty_global(layout: str, folder: Path) -> dict[str, Any]:
-    return run(plain(layout, folder, keep_scope="global"))
+def policy(layout: str, folder: Path, **more: Any) -> Any:
+    given = {"policy_cache": str(folder / "cache"), "dataset_num_proc": None, **more}
+    return sft(layout, folder, validation_dataset=None, **given)
 
 
-def empty_batch(layout: str, folder: Path) -> dict[str, Any]:
-    return run(plain(layout, folder))
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+def job(make: Any, **more: Any) -> Callable[[str, Path], dict[str, Any]]:
+    """A run of one trainer; a model is made by the process that trains it."""
+
+    def train(layout: str, folder: Path) -> dict[str, Any]:
+        built = {"model": more["model"]()} if "model" in more else {}
+        return run(make(layout, folder, **more | built))
+
+    return train
+
+
+WHOLE_STEP: dict[str, Any] = {"keep_scope": "global"}
+sft_global = job(sft, **WHOLE_STEP)
+dpo_global = job(dpo, **WHOLE_STEP, learning_rate=1e-3)
+lora_global = job(sft, **WHOLE_STEP, peft=True, policy="top")
+# Gated delta nets and attention, all of them scored by the paper's values.
+hybrid_global = job(
+    sft, **WHOLE_STEP, model=hybrid, estimator="alphatoken", layers="3", uncovered="skip"
+)
+# Over all parameters, by differences: weights move where they lie.
+label_global = job(sft, **WHOLE_STEP, estimator="label", parameters="all", policy="top")
+# Values of the optimizer's steps, of its state: of the parts of weights that lie in parts.
+frozen_global = job(sft, **WHOLE_STEP, preconditioner="frozen", precondition_after=1, policy="top")
+# The same at each step's own gradient, in the forward of the training.
+full_batch = job(
+    sft, preconditioner="full", precondition_after=1, retention="none",
+    validation_micro_batch_size=1,
+)  # fmt: skip
+# Over the matrices of experts, whose rows each process has of its own micro-batches.
+experts_global = job(
+    sft, **WHOLE_STEP, model=mixture, parameters="linears,experts", layers="2", uncovered="skip"
+)
+# The threshold of each micro-batch and rank; a pool.
+sft_batch = job(
+    sft, validation_mode="pool", validation_batch_size=4, validation_micro_batch_size=1,
+    retention="none",
+)  # fmt: skip
+empty_global, empty_batch = job(plain, **WHOLE_STEP), job(plain)
+# A static mask, divided by the kept tokens of the whole step; attention of the training forward and
+# a column, ranked by sequence; chosen rows, which are the first process's choice.
+kept = job(policy, policy=policy_examples.EvenIds)
+attention = job(policy, policy="sstoken")
+rows = job(policy, policy=policy_examples.FirstRows)
 
 
 def resumed(layout: str, folder: Path) -> dict[str, Any]:

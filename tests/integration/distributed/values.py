@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig, fit_fisher
-from alphatoken.train.distributed import Ranks, even_micro_batches
-from alphatoken.train.layouts import sharding_of
+from alphatoken.train.distributed import Ranks, even_micro_batches, sharding_of
 from tests.integration.distributed.parts import accelerator_for, prepared
 from tests.integration.tiny_training import model as tiny_model
 

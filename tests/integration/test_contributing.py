@@ -1,0 +1,219 @@
+"""The recipes of CONTRIBUTING.md, done as printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from alphatoken import Scorer, ScorerConfig
+from alphatoken.model import protocol
+from alphatoken.train.policies import policy
+from alphatoken.train.policy import PolicyBatch, PolicySettings
+from tests.integration import small_gpt, small_world
+from tests.integration.tiny_training import made, weights
+from tests.property.strategies import make_batch
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+
+
+def printed(name: str) -> str:
+    """The block whose first line is this comment."""
+    blocks = re.findall(r"^```python\n# ([^\n]+)\n(.+?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    return dict(blocks)[name]
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the search path, whose modules are forgotten afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) == str(tmp_path / f"{name}.py"):
+            del sys.modules[name]
+
+
+def test_the_ten_files_are_there() -> None:
+    first = TEXT.partition("## Ten files to read")[2].partition("\n## ")[0]
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`", first, re.MULTILINE)
+    assert len(files) == 10
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
+# --- a policy ------------------------------------------------------------------------------------
+
+
+def surprising(recipes: Path) -> str:
+    (recipes / "my_policies.py").write_text(printed("my_policies.py"), "utf-8")
+    return "my_policies:Surprising"
+
+
+def test_a_policy_keeps_what_its_scores_put_first(recipes: Path) -> None:
+    chosen = policy(surprising(recipes), PolicySettings(mode="budget", keep_ratio=0.5))
+    log_probs = torch.tensor([[0.0, -1.0, -3.0, -2.0, -0.5]])
+    mask = torch.tensor([[False, True, True, True, True]])
+    labels = torch.where(mask, 5, -100)
+    batch = PolicyBatch({}, labels, mask, log_probs, rank_groups=[slice(0, 1)])
+    assert chosen.weights(batch).tolist() == [[0.0, 0.0, 1.0, 1.0, 0.0]]
+
+
+def test_a_policy_trains_on_what_it_keeps(recipes: Path) -> None:
+    """One step of plain SGD from the same weights, on a loss masked by hand."""
+    from alphatoken.train import AlphaSFTTrainer
+
+    run = {"policy": surprising(recipes), "policy_mode": "budget", "keep_ratio": 0.25}
+    step = {"optim": "sgd", "max_steps": 1, "max_grad_norm": 0.0, "learning_rate": 0.1}
+    trainer = made(AlphaSFTTrainer, recipes / "run", export_values=False, **run, **step)
+    batch = next(iter(trainer.get_train_dataloader()))
+    before = weights(trainer.model)
+    trainer.train()
+    after = weights(trainer.model)
+
+    trainer.model.load_state_dict(before)
+    trainer.model.zero_grad()
+    labels = batch["labels"][:, 1:]
+    logits = trainer.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1].transpose(1, 2), labels, ignore_index=-100, reduction="none"
+    )
+    response = labels != -100
+    count = -(-int(response.sum()) // 4)
+    threshold = losses[response].sort(descending=True).values[count - 1]
+    (losses[losses >= threshold].sum() / response.sum()).backward()
+    for name, parameter in trainer.model.named_parameters():
+        step_taken = before[name] - 0.1 * parameter.grad
+        torch.testing.assert_close(after[name], step_taken, rtol=1e-5, atol=1e-7)
+
+
+# --- an adapter ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapted(recipes: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    (recipes / "my_adapter.py").write_text(printed("my_adapter.py"), "utf-8")
+    monkeypatch.setattr(protocol, "_REGISTRY", dict(protocol._REGISTRY))
+    protocol.register_adapter(small_gpt.__name__, "my_adapter:SmallGPTAdapter")
+    return small_gpt
+
+
+BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=19, seed=1)
+VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=19, seed=2)
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "path", "paper_literal", "label"])
+def test_an_adapter_is_all_that_a_model_needs(adapted: Any, estimator: str) -> None:
+    """Values of a decoder of one's own equal those of plain autograd; its own loop gets them."""
+    model = adapted.small_gpt(seed=1)
+    config = ScorerConfig(estimator, layers="all", objective="adaptation")
+    scorer = Scorer(model, VALIDATION, config=config)
+    values = scorer.score(BATCH)
+    certificate = scorer.verify(BATCH)
+    assert certificate.passed, certificate
+    with scorer.observe() as observed:
+        logits = model(BATCH["input_ids"])
+        assert torch.equal(observed.values(logits, BATCH["labels"]).total, values.total)
+    assert values.total.abs().max() > 0
+
+
+def test_defaults_of_an_adapter_name_what_is_left_out(adapted: Any) -> None:
+    model = adapted.small_gpt(seed=1)
+    model.blocks[1].register_parameter("gate", torch.nn.Parameter(torch.ones(2, 2)))
+    adapter = protocol.find_adapter(model)
+    assert [one.name for one in adapter.scored_linears([1])] == [
+        f"blocks.1.{name}" for name in ("attention.c_attn", "attention.c_proj", "c_fc", "c_proj")
+    ]
+    assert adapter.uncovered([0]) == {}
+    assert list(adapter.uncovered([1])) == ["blocks.1.gate"]
+    tokens: Tensor = BATCH["input_ids"]
+    following, _ = adapter.next_token_logits(tokens, torch.ones_like(tokens), None)
+    assert torch.equal(following, model(tokens)[:, -1])
+    assert adapter.identity() != protocol.find_adapter(small_gpt.small_gpt(seed=1)).identity()
+
+
+# --- an estimator, a diagnostic: edits of a copy --------------------------------------------------
+
+
+def changed_copy(folder: Path, *edits: tuple[str, str]) -> None:
+    """The package and its tests, with the printed blocks at the places that they name.
+
+    Args:
+        folder: of the copy.
+        edits: first line of a block, and the line that it comes after, is in place of (with "="
+            in front), or "" for a file of its own.
+    """
+    for part in ("alphatoken", "tests", "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, folder / part)
+    for place, line in edits:
+        path, block = folder / place.partition(",")[0], printed(place)
+        if not line:
+            path.write_text(block, "utf-8")
+            continue
+        text, target = path.read_text("utf-8"), line.removeprefix("=")
+        assert text.count(target) == 1, (place, target)
+        path.write_text(text.replace(target, block if line[0] == "=" else target + block), "utf-8")
+
+
+def run(folder: Path, *words: str) -> str:
+    """What a command prints in the copy."""
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_an_estimator_is_a_row_and_its_property(tmp_path: Path) -> None:
+    property_file = "tests/property/test_path_heads.py"
+    changed_copy(
+        tmp_path,
+        ("alphatoken/config.py, in CAPTURED", "CAPTURED: Mapping[str, ErrorRule] = {\n"),
+        (
+            "alphatoken/certificate/expected.py, in place of _SPLIT",
+            '=_SPLIT = (*_SELF_ONLY, "paper_literal")\n',
+        ),
+        (property_file, ""),
+    )
+    assert "1 passed" in run(tmp_path, "-m", "pytest", "-q", property_file)
+    # Not the estimator beside it under another name.
+    script = """
+from alphatoken import Scorer, ScorerConfig
+from tests.integration.tiny_scorer import BATCH, VALIDATION, model_of
+of = {n: Scorer(model_of(), VALIDATION, config=ScorerConfig(n)) for n in ("path_heads", "path")}
+values = {name: scorer.score(BATCH) for name, scorer in of.items()}
+assert values["path_heads"].adaptation_direct.equal(values["path"].adaptation)
+assert values["path_heads"].adaptation_causal.abs().max() > 0
+"""
+    run(tmp_path, "-c", script)
+
+
+def test_a_diagnostic_is_a_file_and_an_entry(tmp_path: Path) -> None:
+    changed_copy(
+        tmp_path,
+        ("alphatoken/diagnose/lengths.py", ""),
+        ("alphatoken/diagnose/__init__.py, in DIAGNOSTICS", "DIAGNOSTICS = (\n"),
+    )
+    small_world.saved_model(tmp_path / "model")
+    small_world.write_rows(tmp_path / "train.jsonl", 12, seed=1)
+    small_world.write_rows(tmp_path / "validation.jsonl", 4, seed=2)
+    files = {"train": "train.jsonl", "validation": "validation.jsonl", "out": "result"}
+    words = small_world.flags({"model": "model", **files})
+    run(tmp_path, "-m", "alphatoken.cli", "diagnose", "lengths", *words)
+    found = json.loads((tmp_path / "result/lengths/diagnosis.json").read_text("utf-8"))
+    (row,) = found["tables"][0]["rows"]
+    assert -1 <= row[0] <= 1
+    assert found["conclusion"].startswith("Values and lengths have a rank correlation of")

@@ -1,0 +1,72 @@
+"""The defaults of ``DecoderAdapter``: what an adapter that writes three methods tells the core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from alphatoken.model.protocol import AttentionOverride, DecoderAdapter
+from tests.property.decoder import ReferenceAdapter
+from tests.property.profiles import budget
+from tests.property.setups import Setup, layer_indices, make_scorer, quiet_score, setups
+
+
+class PlainAdapter(DecoderAdapter):
+    """Of the reference decoder; writes no more than it must."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.written = model, ReferenceAdapter(model)
+
+    def layers(self) -> Sequence[nn.Module]:
+        return self.written.layers()
+
+    def attention_modules(self, layer: int) -> tuple[nn.Module, ...]:
+        return self.written.attention_modules(layer)
+
+    def override_attention(
+        self, modules: Sequence[nn.Module], override: AttentionOverride
+    ) -> AbstractContextManager[None]:
+        return self.written.override_attention(modules, override)
+
+
+@given(
+    setups(transposed=False, loose_parameter=st.booleans(), positions="learned"),
+    st.sets(st.integers(0, 12), max_size=3),
+)
+@budget(12)
+def test_defaults_are_what_a_written_adapter_says(setup: Setup, frozen: set[int]) -> None:
+    """The same linears and matrices left out, whatever is frozen; the same logits.
+
+    Proves: the default methods of an adapter find what a written one finds (exact), against the
+    reference decoder's own.
+    """
+    model, layers = setup.case.model(), layer_indices(setup)
+    for place, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(place not in frozen)
+    plain, written = PlainAdapter(model), ReferenceAdapter(model)
+    assert {(one.name, one.layer) for one in plain.scored_linears(layers)} == {
+        (one.name, one.layer) for one in written.scored_linears(layers)
+    }
+    assert plain.uncovered(layers).keys() == written.uncovered(layers).keys()
+    batch = {name: tensor for name, tensor in setup.case.batch.items() if name != "labels"}
+    assert torch.equal(plain.forward(batch), written.forward(batch))
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "path", "label"])
+@given(setup=setups(transposed=False))
+@budget(4)
+def test_values_do_not_depend_on_who_writes_the_defaults(estimator: str, setup: Setup) -> None:
+    """Proves: values through the default methods of an adapter (exact), against a written one."""
+    model, batch = setup.case.model(), setup.case.batch
+    adapters = PlainAdapter(model), ReferenceAdapter(model)
+    plain, written = (
+        quiet_score(make_scorer(setup, estimator, model=model, adapter=adapter), batch).total
+        for adapter in adapters
+    )
+    assert torch.allclose(plain, written, rtol=1e-10, atol=1e-12 * float(written.abs().max() + 1))
