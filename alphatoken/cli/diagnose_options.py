@@ -65,11 +65,29 @@ PROMPTS = 200
 """Most rows that are held out for a Fisher where no number is given."""
 
 
-@dataclass(kw_only=True)
-class _Subject:
-    """Options for the model and rows to diagnose."""
+def _size(text: str, name: str) -> Any:
+    """An option for a size: given, it is fixed; else the budget may read less than the default."""
+    most = SIZES[name]
+    return option(None, f"{text} (default {most}, fewer where the budget stops before)", at_least=1)
 
-    reference: str | None = option(None, "model before fine-tuning (default: the model itself)")
+
+@dataclass(kw_only=True)
+class DiagnoseOptions(
+    ModelOptions,
+    ValueOptions,
+    BudgetOptions,
+    ReadingOptions,
+    LeftOutOptions,
+    EarlierOptions,
+    RunningOptions,
+):
+    """Options that all diagnostics share: what is diagnosed, and how much work it may be."""
+
+    reference: str | None = option(
+        None,
+        "model before fine-tuning (default: the model itself)",
+        group="options for the model and rows to diagnose",
+    )
     beside: list[str] = option(
         [],
         "another model fine-tuned from the reference, which drift lays out beside the model; "
@@ -98,23 +116,12 @@ class _Subject:
         at_least=0,
     )
     output_dir: str = option(help="folder for the results")
-
-
-def _size(text: str, name: str) -> Any:
-    """An option for a size: given, it is fixed; else the budget may read less than the default."""
-    most = SIZES[name]
-    return option(None, f"{text} (default {most}, fewer where the budget stops before)", at_least=1)
-
-
-@dataclass(kw_only=True)
-class _Work:
-    """Options for the amount of work."""
-
     budget: str = option(
         "10m",
         "time in which each diagnostic should end (15m, 90s, 2h), or none; it then reads less, but "
         "sizes that are given stay",
         metavar="TIME",
+        group="options for the amount of work",
     )
     tokens: int | None = _size("most response tokens that are valued", "tokens")
     oracle_tokens: int | None = _size("most tokens sent one by one", "oracle_tokens")
@@ -129,21 +136,6 @@ class _Work:
     retention_rows: int = option(
         32, "maximum number of rows to draw from each retention set", at_least=1
     )
-
-
-@dataclass(kw_only=True)
-class DiagnoseOptions(
-    ModelOptions,
-    _Subject,
-    ValueOptions,
-    BudgetOptions,
-    _Work,
-    ReadingOptions,
-    LeftOutOptions,
-    EarlierOptions,
-    RunningOptions,
-):
-    """Options that all diagnostics share."""
 
 
 # --- which diagnostics ----------------------------------------------------------------------------

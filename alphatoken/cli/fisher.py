@@ -8,11 +8,7 @@ from typing import Literal
 
 from alphatoken.cli.program import read_options
 from alphatoken.config import ValueOptions
-from alphatoken.score.options import (
-    ModelOptions,
-    ReadingOptions,
-    RunningOptions,
-)
+from alphatoken.score.options import ModelOptions, ReadingOptions, RunningOptions
 from alphatoken.support.options import option, same_option
 
 __all__ = ["FisherOptions", "read"]
@@ -25,10 +21,10 @@ usage: alphatoken fisher --model_name_or_path PATH --train_file FILE --output_fi
 
 
 @dataclass(kw_only=True)
-class _Fit:
-    """Options for the fit itself."""
+class FisherOptions(ModelOptions, ReadingOptions, RunningOptions):
+    """Everything that ``alphatoken fisher`` is told: what is fitted, on which rows."""
 
-    train_file: str = option(help="file with held-out prompts")
+    train_file: str = option(help="file with held-out prompts", group="options for the fit itself")
     output_file: str = option(help="safetensors file to write")
     samples: int = option(1000, "number of sequences that the model samples", at_least=1)
     layers: str = same_option(ValueOptions, "layers")
@@ -40,11 +36,6 @@ class _Fit:
     max_new_tokens: int = option(256, "maximum number of tokens of a sampled response", at_least=1)
     overwrite_output: bool = option(False, "replace an existing file")
     checkpoint: str | None = option(None, "file for the state, from which the same command resumes")
-
-
-@dataclass(kw_only=True)
-class FisherOptions(ModelOptions, _Fit, ReadingOptions, RunningOptions):
-    """Everything that ``alphatoken fisher`` is told."""
 
 
 read = partial(read_options, "fisher", FisherOptions, description=_ABOUT)
