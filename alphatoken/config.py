@@ -19,20 +19,6 @@ from alphatoken.support.options import check_options, option, same_option, with_
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "CAPTURED",
-    "ESTIMATORS",
-    "FORMS",
-    "READ_BY",
-    "SELF_ONLY",
-    "SPLIT",
-    "WALK",
-    "ErrorRule",
-    "ScorerConfig",
-    "ValueOptions",
-    "refused_by_estimator",
-]
-
 
 class ErrorRule(NamedTuple):
     """The errors at the scored linears that an estimator contracts with M.

@@ -13,15 +13,6 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError
 
-__all__ = [
-    "Certificate",
-    "Check",
-    "TokenValues",
-    "derivative_notes",
-    "derivative_text",
-    "standard_error",
-]
-
 _WHOLE = ("adaptation", "stability")
 _SPLIT = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
 

@@ -35,8 +35,6 @@ from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
 from alphatoken.values import Certificate, Check, TokenValues
 
-__all__ = ["certify"]
-
 
 def certify(
     scorer: Scorer,

@@ -24,8 +24,6 @@ from alphatoken.oracle import composite, readouts, scope
 from alphatoken.oracle.gradients import batch_mask
 from alphatoken.support.progress import Tracker
 
-__all__ = ["SIDES", "TOLERANCES", "Entry", "Expected", "Narrowest", "tolerance_of"]
-
 SIDES = ("adaptation", "stability")
 Matrices = dict[str, Tensor]
 """By parameter name."""

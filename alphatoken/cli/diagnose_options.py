@@ -27,19 +27,6 @@ from alphatoken.score.options import (
 )
 from alphatoken.support.options import option
 
-__all__ = [
-    "ALL",
-    "PROMPTS",
-    "DiagnoseOptions",
-    "Request",
-    "build_parser",
-    "entries_of",
-    "overview",
-    "parse_budget",
-    "read",
-    "read_request",
-]
-
 ALL = "all"
 
 _ALL_QUESTION = "How far can I trust the values on my model? All diagnostics, in one report."

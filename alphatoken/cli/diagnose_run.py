@@ -49,8 +49,6 @@ from alphatoken.support.resume import (
 )
 from alphatoken.support.storage import write_json, write_text
 
-__all__ = ["prepare", "retention_files", "run"]
-
 VALIDATION_ROWS = 32
 """Most rows of a validation file that are used where no number is given."""
 

@@ -11,8 +11,6 @@ from alphatoken.config import ValueOptions
 from alphatoken.score.options import ModelOptions, ReadingOptions, RunningOptions
 from alphatoken.support.options import option, same_option
 
-__all__ = ["FisherOptions", "read"]
-
 _ABOUT = """\
 Fit the Fisher of the reference model (the one that training starts from) on responses that it
 samples itself to the prompts of a held-out file, and save it with the reference weights.

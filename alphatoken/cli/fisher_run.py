@@ -21,8 +21,6 @@ from alphatoken.model.choice import read_layers
 from alphatoken.score.job import encode_some
 from alphatoken.support.resume import check_output_file, require_writable
 
-__all__ = ["run"]
-
 
 def run(options: FisherOptions) -> None:
     """Fit on the prompts of ``data`` and write ``output_file``, whole or not at all.

@@ -37,18 +37,6 @@ from typing import Any, Literal, NoReturn, TypeVar
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.support.options import Limits, limits_of
 
-__all__ = [
-    "Command",
-    "CommandParser",
-    "Kind",
-    "Program",
-    "add_option",
-    "add_options",
-    "kinds_of",
-    "read_options",
-    "spelled",
-]
-
 # What the system says of a name that the user got wrong, and not of a disk or of permissions.
 _WRONG_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 

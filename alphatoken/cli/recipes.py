@@ -17,17 +17,6 @@ from typing import Any
 
 from alphatoken.errors import ConfigError
 
-__all__ = [
-    "Recipe",
-    "accelerate_config",
-    "close_to",
-    "find_recipe",
-    "is_packaged",
-    "packaged_file",
-    "packaged_recipes",
-    "recipes_of",
-]
-
 _FOLDER = Path(str(files("alphatoken"))) / "recipes"
 _LAYOUTS = _FOLDER / "accelerate"
 

@@ -7,8 +7,6 @@ from functools import partial
 from alphatoken.cli.program import read_options
 from alphatoken.score.options import ScoreOptions
 
-__all__ = ["read", "run"]
-
 _ABOUT = """\
 Value every response token of a training file: how much training on it lowers the loss on the
 validation rows (adaptation), and how far it keeps the model near what it was (stability; needs a

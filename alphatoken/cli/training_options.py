@@ -12,8 +12,6 @@ from typing import Literal
 from alphatoken.score.options import ColumnOptions, LeftOutOptions, ReadingOptions
 from alphatoken.support.options import option, same_option
 
-__all__ = ["SOURCES", "RowArguments", "RunArguments"]
-
 SOURCES = ("train_file", "dataset_name", "datasets")
 """Options that name the training rows, of which one is given; the others are TRL's."""
 

@@ -35,14 +35,6 @@ from alphatoken.model.loading import rows_tokenizer
 from alphatoken.train.policies import chosen_policy
 from alphatoken.train.refusals import raise_first
 
-__all__ = [
-    "Item",
-    "RowReader",
-    "check_rows",
-    "evaluates",
-    "load_run_data",
-]
-
 Item = Example | Pair
 """An example to train on; other rows are compared with its ``row``."""
 

@@ -13,8 +13,6 @@ from alphatoken.data.encode import Example
 from alphatoken.errors import DataError, InputError
 from alphatoken.model.batch import IGNORE
 
-__all__ = ["WeightedCollator", "batches", "collate", "padded"]
-
 
 def padded(rows: Sequence[tuple[Any, Any]], pad: int = 0) -> dict[str, Tensor]:
     """Rows of (ids, labels) padded on the right: input_ids, attention_mask, labels, (b, t)."""

@@ -43,19 +43,6 @@ from alphatoken.errors import DataError, short
 from alphatoken.model.batch import IGNORE
 from alphatoken.support.options import check_options, option
 
-__all__ = [
-    "EncodeOptions",
-    "EncodeReport",
-    "Example",
-    "about_encoding",
-    "encode_example",
-    "encode_prompt",
-    "encode_row",
-    "encode_rows",
-    "prompt_example",
-    "survey_of",
-]
-
 NO_RESPONSE = "no response within the length"
 """Reason for which a row without response tokens is left out."""
 

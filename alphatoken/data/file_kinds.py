@@ -22,17 +22,6 @@ from alphatoken.data.messages import CHATS, PROMPTS, RESPONSES
 from alphatoken.errors import DataError
 from alphatoken.support.storage import LFS
 
-__all__ = [
-    "DESCRIPTIONS",
-    "READ",
-    "SUFFIXES",
-    "json_items",
-    "json_layout",
-    "kind_of",
-    "open_bytes",
-    "suffix_of",
-]
-
 _JSON, _TABLES, _PARQUET = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".parquet", ".pq")
 SUFFIXES = (*_JSON, *_TABLES, *_PARQUET)
 """Endings of the names of data files, which may be followed by one of ``_PACKED``."""

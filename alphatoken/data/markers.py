@@ -21,17 +21,6 @@ from alphatoken.data.messages import SYSTEMS, THOUGHTS
 from alphatoken.data.rows import Row
 from alphatoken.errors import DataError, short
 
-__all__ = [
-    "Markers",
-    "bare",
-    "control_notes",
-    "find_markers",
-    "in_tags",
-    "is_filled",
-    "require_one_form",
-    "verbatim_note",
-]
-
 _QUESTION, _ANSWER, _NEXT, _THOUGHT = "qxqueryq", "zxanswerz", "qxnextq", "zxthoughtz"
 """Texts that no template writes by itself."""
 _PAIR = ["user", "assistant"]

@@ -20,26 +20,6 @@ from typing import Any, TypeGuard
 from alphatoken.data.survey import Columns
 from alphatoken.errors import DataError, short
 
-__all__ = [
-    "answer_text",
-    "are_messages",
-    "chats_of",
-    "common_length",
-    "content_of",
-    "content_parts",
-    "is_answer",
-    "is_chat",
-    "is_learned",
-    "is_prompt",
-    "mark_of",
-    "part_text",
-    "require_learned",
-    "require_order",
-    "role_of",
-    "texts_of",
-    "with_standard_names",
-]
-
 PROMPTS = ("prompt", "instruction", "question", "query")
 RESPONSES = ("response", "output", "answer", "completion")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")

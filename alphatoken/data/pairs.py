@@ -30,17 +30,6 @@ from alphatoken.data.survey import Columns, Survey
 from alphatoken.data.texts import added_start, messages_of, text_pieces
 from alphatoken.errors import DataError, short
 
-__all__ = [
-    "CHOSEN",
-    "REJECTED",
-    "Pair",
-    "is_longer",
-    "pair_of",
-    "pair_problem",
-    "preference_record",
-    "read_pairs",
-]
-
 CHOSEN = ("chosen", "chosen_response")
 REJECTED = ("rejected", "rejected_response")
 WHOLE = "a response has turns of the user, which are learned with it"

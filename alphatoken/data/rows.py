@@ -32,8 +32,6 @@ from alphatoken.data.messages import (
 from alphatoken.data.survey import Columns, Survey
 from alphatoken.errors import ColumnsError, DataError, short
 
-__all__ = ["Fields", "Row", "Turn", "row_of"]
-
 # Texts about a text, beside which it is a document still.
 _ASIDE = ("title", "url", "source", "author", "date", "time", "timestamp", "created", "license",
           "category", "domain", "topic", "subject", "language", "meta", "metadata")  # fmt: skip

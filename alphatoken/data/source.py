@@ -38,17 +38,6 @@ from alphatoken.data.survey import Survey
 from alphatoken.errors import ColumnsError, DataError, short
 from alphatoken.support.resume import file_digest
 
-__all__ = [
-    "RowSource",
-    "SourceRow",
-    "each_row",
-    "find_source",
-    "read_records",
-    "read_rows",
-    "source_of",
-    "usable_rows",
-]
-
 STRIDE = 256
 """Rows between two places of a JSONL file that are remembered."""
 

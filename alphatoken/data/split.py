@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from alphatoken.data.rows import KEEP_MARKS, Row
 from alphatoken.errors import ConfigError, DataError
 
-__all__ = ["Pools", "about_pools", "check_draw", "leak_keys", "split_pools"]
-
 
 @dataclass(frozen=True)
 class Pools:

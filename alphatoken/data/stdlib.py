@@ -26,8 +26,6 @@ from alphatoken.data.split import normalise
 from alphatoken.errors import ConfigError
 from alphatoken.support.storage import write_jsonl
 
-__all__ = ["code_pairs", "code_rows", "text_rows", "write_files"]
-
 # Packages that are no library code, or that a distribution may leave out.
 _LEFT_OUT = {
     "__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "pydoc_data",

@@ -10,8 +10,6 @@ from typing import Any
 
 from alphatoken.errors import DataError, first_few
 
-__all__ = ["Columns", "Survey"]
-
 _log = logging.getLogger("alphatoken.data")
 # Forms of row that are named one by one.
 _FORMS = 4

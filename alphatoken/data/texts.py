@@ -20,22 +20,6 @@ from alphatoken.data.rows import Row, Turn
 from alphatoken.errors import DataError
 from alphatoken.model.batch import IGNORE
 
-__all__ = [
-    "LEFT_OUT",
-    "PLAIN_FORMAT",
-    "Encoded",
-    "added_start",
-    "bare_ids",
-    "encode_chat",
-    "lost_text",
-    "messages_of",
-    "open_text",
-    "render",
-    "text_pieces",
-    "token_texts",
-    "whole_text",
-]
-
 PLAIN_FORMAT = (
     "the tokenizer's start token (if it uses one); then, turn by turn, the text of a turn that is "
     "not the assistant's followed by a line break, and the text of an assistant turn followed by "

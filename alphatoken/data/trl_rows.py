@@ -42,16 +42,6 @@ from alphatoken.data.texts import LEFT_OUT, added_start, messages_of
 from alphatoken.errors import DataError, InputError, short
 from alphatoken.model.batch import IGNORE, weighs_tokens
 
-__all__ = [
-    "check_row",
-    "check_tokens",
-    "has_labels",
-    "in_trls_form",
-    "lost_of_messages",
-    "other_meaning",
-    "require_unmarked",
-]
-
 # Roles that TRL knows beside those of the commands.
 _TOOLS = {"tool", "function"}
 

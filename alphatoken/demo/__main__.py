@@ -12,8 +12,6 @@ from alphatoken.data.stdlib import write_files
 from alphatoken.demo.models import fetch_model
 from alphatoken.errors import AlphaTokenError
 
-__all__ = ["run_demo"]
-
 
 def run_demo(out: Path, *, rows: int = 24, held_out: int = 8) -> None:
     """Value functions of the standard library against other ones, and print what stands out.

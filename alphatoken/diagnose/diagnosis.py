@@ -16,8 +16,6 @@ from alphatoken.errors import DataError
 from alphatoken.score import page
 from alphatoken.support.storage import write_text
 
-__all__ = ["LEAD", "MOST_ROWS", "Cell", "Diagnosis", "Drawing", "Table", "section_of"]
-
 Cell = str | int | float | bool | None
 _FILE = "diagnosis.json"
 _ENDS = ("low", "high", "n")

@@ -27,8 +27,6 @@ from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.support.options import option
 
-__all__ = ["BEFORE", "Options", "diagnose", "laid_out", "relative_shift", "set_record"]
-
 Columns = Mapping[str, Numbers]
 """States and losses of probes, as ``head_states`` names them."""
 BEFORE = "before"

@@ -48,8 +48,6 @@ from alphatoken.scorer import Scorer
 from alphatoken.support.options import option
 from alphatoken.support.precision import blocks
 
-__all__ = ["Options", "diagnose", "direction_flops", "flops", "step_flops", "values_flops"]
-
 _FEWEST = 24
 _PRICED = 8  # most rows of the batch that is priced
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-__all__ = ["Figure", "Guide", "density_of", "draw", "ellipse_of"]
-
 Record = Mapping[str, Any]
 
 _INK = "#3c3c3c"  # of what belongs to no series

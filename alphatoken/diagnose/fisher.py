@@ -35,8 +35,6 @@ from alphatoken.scorer import Scorer
 from alphatoken.select.masks import keep_count
 from alphatoken.support.options import option
 
-__all__ = ["POOLED", "Options", "diagnose", "random_overlap", "variants"]
-
 NAME = "fisher"
 Numbers = NDArray[Any]
 POOLED = "all sets"

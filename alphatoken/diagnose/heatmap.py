@@ -30,19 +30,6 @@ from alphatoken.score.page import number as written
 from alphatoken.score.values import COMPONENTS, visible
 from alphatoken.support.options import option
 
-__all__ = [
-    "KINDS",
-    "Options",
-    "diagnose",
-    "heatmap_figure",
-    "kind_of",
-    "kinds_of",
-    "laid_out",
-    "normalised",
-    "ranged",
-    "shares_of",
-]
-
 Columns = Mapping[str, NDArray[Any]]
 """Of each valued token its ``row`` of the pool, its ``position`` there, whether it is ``kept``,
 and its ``total`` and components as they enter the total, each (n,)."""

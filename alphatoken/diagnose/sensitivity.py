@@ -33,8 +33,6 @@ from alphatoken.errors import CoverageError, FisherError, UnsupportedError
 from alphatoken.model.choice import ParameterChoice
 from alphatoken.support.options import option
 
-__all__ = ["Options", "diagnose", "scored"]
-
 
 @dataclass(frozen=True)
 class Options(CheckedOptions):

@@ -21,8 +21,6 @@ from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import OwnValues, keep_shares, row_columns
 from alphatoken.support.options import option
 
-__all__ = ["Options", "classify", "diagnose"]
-
 UNCERTAIN = 0.05
 """A decision is noise if more than this share of the draws reverses it."""
 

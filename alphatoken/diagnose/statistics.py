@@ -19,20 +19,6 @@ from torch import Tensor
 from alphatoken.errors import InputError, NumericalError
 from alphatoken.select.masks import keep_count
 
-__all__ = [
-    "FEWEST",
-    "Estimate",
-    "Numbers",
-    "agreement",
-    "bootstrap",
-    "kept",
-    "overlap",
-    "percent",
-    "relative_error",
-    "spearman",
-    "top_overlap",
-]
-
 FEWEST = 8
 """Fewest items a statistic is computed of: below it, an interval would be wider than its range."""
 

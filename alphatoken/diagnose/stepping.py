@@ -22,16 +22,6 @@ from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.oracle.gradients import per_token_gradients
 from alphatoken.support.progress import Tracker
 
-__all__ = [
-    "OPTIMIZERS",
-    "Stepper",
-    "draw",
-    "draw_short",
-    "fine_tuned",
-    "token_gradients",
-    "usual_rate",
-]
-
 Weights = dict[str, Tensor]
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -38,17 +38,6 @@ from alphatoken.score.values import COMPONENTS
 from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
 
-__all__ = [
-    "Subject",
-    "conclude",
-    "cut",
-    "diagnosed_before",
-    "gathered",
-    "places_of",
-    "require_first_order",
-    "require_retention",
-]
-
 Batch = dict[str, Tensor]
 
 

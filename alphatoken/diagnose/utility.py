@@ -42,8 +42,6 @@ from alphatoken.model.scope import resolve_layers
 from alphatoken.scorer import Scorer
 from alphatoken.support.options import option
 
-__all__ = ["Options", "diagnose", "slope"]
-
 _FLOAT64 = 20_000_000
 """Models of at most so many parameters are stepped as float64 copies, against cancellation."""
 

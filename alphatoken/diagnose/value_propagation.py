@@ -55,18 +55,6 @@ from alphatoken.model.scope import mixers_without_rule
 from alphatoken.scorer import Scorer
 from alphatoken.support.options import option
 
-__all__ = [
-    "PARTS",
-    "Options",
-    "causal_columns",
-    "causal_parts",
-    "causal_scorer",
-    "collect_pairs",
-    "diagnose",
-    "share_records",
-    "training_records",
-]
-
 NAME = "value-propagation"
 LEVELS = (0.001, 0.01, 0.1)
 """Contours of attention weight times deviation."""

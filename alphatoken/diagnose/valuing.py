@@ -31,24 +31,6 @@ from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.choice import layers_within
 from alphatoken.scorer import Scorer
 
-__all__ = [
-    "WINDOWED",
-    "OwnValues",
-    "Setting",
-    "depths_of",
-    "full_gradient",
-    "keep_shares",
-    "read",
-    "recombined",
-    "retention_term",
-    "row_columns",
-    "scorer_for",
-    "supported",
-    "values_along",
-    "windows_of",
-    "with_estimator",
-]
-
 WINDOWED = ("alphatoken", "paper_literal")
 """Estimators that Value-Propagation's window changes."""
 

@@ -15,16 +15,6 @@ from torch import Tensor
 
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = [
-    "Direction",
-    "SummedDirection",
-    "diagonal_drift",
-    "first_not_finite",
-    "kronecker_drift",
-    "norms",
-    "precondition",
-]
-
 
 def diagonal_drift(fisher: Tensor, weight: Tensor, reference: Tensor) -> Tensor:
     """Retention term of a diagonal Fisher: ``V = F o (W - W_ref)``.

@@ -14,8 +14,6 @@ from alphatoken.errors import ModelError
 from alphatoken.model.batch import PreferenceBatch
 from alphatoken.model.fingerprint import numbers_of
 
-__all__ = ["DirectionCache", "age_of", "require_gradients", "weights_age"]
-
 T = TypeVar("T")
 
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from alphatoken.model.experts import rows_by_expert
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["contract", "contract_experts", "expert_outer_sums", "outer_sum"]
-
 
 @full_precision
 def contract(

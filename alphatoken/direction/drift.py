@@ -24,8 +24,6 @@ from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.model.sharding import MasterWeights, Sharding
 from alphatoken.support.storage import read_tensors, write_tensors
 
-__all__ = ["FisherDrift", "ShardedDrift", "library_version"]
-
 _KIND = "alphatoken Fisher drift"
 _FORMAT = "1"
 

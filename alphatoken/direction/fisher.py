@@ -57,8 +57,6 @@ from alphatoken.support.resume import (
 )
 from alphatoken.support.storage import read_tensors, write_tensors
 
-__all__ = ["Settings", "fit_fisher", "fitting"]
-
 _KIND = "alphatoken Fisher checkpoint"
 _FORMAT = "1"
 

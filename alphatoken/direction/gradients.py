@@ -20,15 +20,6 @@ from alphatoken.model.protocol import ScoredExperts
 from alphatoken.model.scope import Scope
 from alphatoken.support.precision import full_precision
 
-__all__ = [
-    "captured_gradients",
-    "compare_gradients",
-    "gradient_of",
-    "prove_coverage",
-    "require_covered",
-    "uses_by_weight",
-]
-
 
 def gradient_of(
     loss: Tensor, parameters: Sequence[Tensor], *, retain_graph: bool = False

@@ -40,8 +40,6 @@ from alphatoken.support.precision import full_precision, wide
 from alphatoken.support.progress import ProgressSink
 from alphatoken.support.storage import read_tensors, write_tensors
 
-__all__ = ["InfluenceFactors", "fit_influence"]
-
 _KIND = "alphatoken influence factors"
 _PARTS = ("left", "right", "eigenvalues")
 

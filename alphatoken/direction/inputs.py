@@ -33,8 +33,6 @@ from alphatoken.model.sharding import MasterWeights, Sharding
 from alphatoken.support.precision import wide
 from alphatoken.support.progress import Tracker
 
-__all__ = ["DirectionInputs", "Retention", "ScorerArguments"]
-
 Retention = FisherDrift | Mapping[str, Any] | Sequence[Any] | None
 """A Fisher drift, or labelled batches whose mean loss is to be kept, or nothing."""
 

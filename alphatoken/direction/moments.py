@@ -19,8 +19,6 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import Scope
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = ["CorrectedMoments", "DiagonalMoments", "KroneckerMoments"]
-
 
 def _finite(tensor: Tensor, name: str, what: str) -> Tensor:
     if not bool(torch.isfinite(tensor).all()):

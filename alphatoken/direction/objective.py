@@ -42,21 +42,6 @@ from alphatoken.model.sharding import Sharding, objects_in_use
 from alphatoken.select.losses import dpo_coefficient
 from alphatoken.support.precision import wide
 
-__all__ = [
-    "GradientReducer",
-    "captured_parts",
-    "forward_losses",
-    "mean_gradient",
-    "objective_gradient",
-    "objective_sums",
-    "objective_value",
-    "require_finite_gradient",
-    "scoring_forward",
-    "stream_losses",
-    "weighted_losses",
-]
-
-
 # A forward runs in this nesting: the recorder's hooks (if anything is recorded), then
 # ``scoring_forward``, then ``forward_losses``. ``stream_losses`` below does so for every batch.
 

@@ -29,14 +29,6 @@ from alphatoken.direction.preconditioner import (
 )
 from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
 
-__all__ = [
-    "check_optimizer",
-    "frozen_preconditioners",
-    "full_preconditioners",
-    "read_update",
-]
-
-
 _NO_PARAMETERS: Mapping[str, Tensor] = MappingProxyType({})
 
 

@@ -28,19 +28,6 @@ from torch.distributed.tensor import DTensor
 from alphatoken.errors import ConfigError
 from alphatoken.support.precision import blocks, wide
 
-__all__ = [
-    "RULES",
-    "OptimizerState",
-    "Rule",
-    "Update",
-    "adam_update",
-    "class_of",
-    "frozen_preconditioner",
-    "full_preconditioner",
-    "known_classes",
-    "rule_of",
-]
-
 Number = float | Tensor
 
 

@@ -15,8 +15,6 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import Scope, find_scope, used_outside
 from alphatoken.model.sharding import Sharding
 
-__all__ = ["ScoredParameters", "choose_parameters", "require_derivatives"]
-
 
 @dataclass(frozen=True, eq=False)
 class ScoredParameters:

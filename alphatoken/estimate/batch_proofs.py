@@ -29,18 +29,6 @@ from alphatoken.model.head import rounding_tolerance
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.support.precision import refuse_first
 
-__all__ = [
-    "allowed_pairs",
-    "argument_kinds",
-    "as_observed",
-    "as_scored",
-    "boundary_arguments",
-    "padded_on_the_left",
-    "prove_causality",
-    "prove_documents",
-    "see_left_padding",
-]
-
 _BY_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens",
              "max_length")  # fmt: skip
 """Arguments that never tell a model to look ahead, unless they are a mask of pairs."""

@@ -40,18 +40,6 @@ from alphatoken.model.delta_rule import DeltaUse
 from alphatoken.support.precision import full_precision, wide
 from alphatoken.values import TokenValues
 
-__all__ = [
-    "Captured",
-    "ColumnSums",
-    "Columns",
-    "TokenErrors",
-    "assign_columns",
-    "contract_columns",
-    "pull_back",
-    "scored_attentions",
-    "token_errors",
-]
-
 Consume = Callable[[str, int, Tensor], None]
 """Takes ("direct" or "causal", index in ``recorder.linears``, error (b, t, d_out))."""
 

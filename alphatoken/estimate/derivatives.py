@@ -20,8 +20,6 @@ from alphatoken.errors import UnsupportedError
 from alphatoken.model.capture import graph_nodes
 from alphatoken.support.precision import wide
 
-__all__ = ["Derivative", "DerivativeProof"]
-
 Derivative = Callable[[Mapping[str, Tensor]], tuple[Tensor, float]]
 """From a direction to the derivatives (b, t) of token losses along it, and their stated error."""
 

@@ -34,16 +34,6 @@ from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import Sharding
 from alphatoken.support.precision import DEVICES, wide
 
-__all__ = [
-    "CHECKED_EVERY",
-    "TOLERANCE",
-    "ChoiceWatch",
-    "Differences",
-    "DirectionalDerivative",
-    "precision_obstacle",
-]
-
-
 TOLERANCE = 2e-2
 """Estimated relative error beyond which differences are refused."""
 

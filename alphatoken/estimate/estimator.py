@@ -30,8 +30,6 @@ from alphatoken.model.capture import Recorder
 from alphatoken.model.head import HeadUse, rounding_tolerance
 from alphatoken.values import TokenValues
 
-__all__ = ["Estimator", "Recording", "Side", "foreign_scores", "read_weights"]
-
 D = TypeVar("D")
 
 Side = Mapping[str, Tensor]

@@ -39,8 +39,6 @@ from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAtten
 from alphatoken.model.scope import mixtures_of
 from alphatoken.support.precision import wide
 
-__all__ = ["label_values"]
-
 
 def _attention(call: AttentionCall, native: NativeAttention) -> Tensor:
     """The model's own kernel while no input carries a tangent, the forward-mode rule otherwise."""

@@ -44,8 +44,6 @@ from alphatoken.model.scope import mixtures_of
 from alphatoken.support.precision import float16_named
 from alphatoken.values import TokenValues
 
-__all__ = ["Label"]
-
 
 class Label(Estimator[Direction]):
     """``<grad l_k, M>`` for every response token k, by forward mode or by differences.

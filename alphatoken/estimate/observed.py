@@ -21,8 +21,6 @@ from alphatoken.model.observed_forward import ObservedForward
 from alphatoken.support.precision import float16_named, wide
 from alphatoken.values import TokenValues
 
-__all__ = ["Observed"]
-
 
 class Observed:
     """Handle on the forward that ``Scorer.observe`` records."""

@@ -42,8 +42,6 @@ from alphatoken.model.capture import Recorder, accumulate_errors, record
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.support.precision import float16_named
 
-__all__ = ["CaptureCheck", "CoverageReport", "prove_isolation", "require_self_rule"]
-
 
 def require_self_rule(recorder: Recorder, estimator: str) -> None:
     """Raise unless every layer from the first scored one on has a self-only backward.

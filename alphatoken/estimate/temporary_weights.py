@@ -15,8 +15,6 @@ from torch.overrides import TorchFunctionMode
 from alphatoken.model.sharding import Sharding, objects_in_use
 from alphatoken.support.precision import wide
 
-__all__ = ["ShiftedWeights", "TemporaryWeights"]
-
 _ATTEMPTS = 8  # at restoring weights, each ended by a signal
 
 

@@ -10,14 +10,6 @@ from torch import Tensor
 from alphatoken.support.precision import refuse_first
 from alphatoken.values import TokenValues
 
-__all__ = [
-    "DirectCausal",
-    "combine",
-    "require_finite_numbers",
-    "require_finite_values",
-    "undivided",
-]
-
 
 class DirectCausal(NamedTuple):
     """Values along one side of M by token.

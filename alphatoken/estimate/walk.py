@@ -35,8 +35,6 @@ from alphatoken.support.precision import wide
 from alphatoken.support.progress import Tracker
 from alphatoken.values import TokenValues
 
-__all__ = ["LEARNING_RATE", "Walk", "end_of_walk", "walk", "walk_age"]
-
 End = dict[str, Tensor]
 """Parameter name -> weight at the end of the walk; empty of a second model."""
 

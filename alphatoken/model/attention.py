@@ -29,15 +29,6 @@ from alphatoken.model.protocol import AttentionCall, NativeAttention
 from alphatoken.model.switch import BackwardSwitch, around
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = [
-    "AttentionStatistics",
-    "AttentionUse",
-    "forward_mode_attention",
-    "propagate_values",
-    "self_terms",
-    "switchable_attention",
-]
-
 # Blocks bound the memory, and smaller ones are faster as well, since they fit the processor's
 # caches (measured, docs/log.yaml).
 _CHUNK = 256  # queries per block, at most

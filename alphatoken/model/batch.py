@@ -26,22 +26,6 @@ from alphatoken.errors import InputError, UnsupportedError, require_choice
 from alphatoken.model.vocabulary import chosen_losses
 from alphatoken.support.precision import refuse_first, wide
 
-__all__ = [
-    "IGNORE",
-    "LabelledBatch",
-    "PreferenceBatch",
-    "documents_in_rows",
-    "embedding_rows",
-    "label_mask",
-    "labels_of_all",
-    "predicted_labels",
-    "read_batch",
-    "require_rows",
-    "to_label_position",
-    "to_token_index",
-    "token_losses",
-]
-
 IGNORE = -100
 """Label of a position that is not learned; transformers' convention."""
 _WEIGHS = re.compile("(^|_)(loss|masks?|weights?)(_|$)")

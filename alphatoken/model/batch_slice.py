@@ -19,15 +19,6 @@ from torch.nn import functional as F
 
 from alphatoken.model.batch import IGNORE, LabelledBatch
 
-__all__ = [
-    "LENGTH",
-    "ROWS",
-    "around_documents",
-    "around_responses",
-    "columns_of_row",
-    "real_tokens",
-]
-
 ROWS = 2
 """Rows of a slice. Two, because some kernels read a single packed row in a way of its own."""
 

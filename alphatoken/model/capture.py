@@ -43,16 +43,6 @@ from alphatoken.model.scope import Scope
 from alphatoken.model.sharding import Sharding
 from alphatoken.model.switch import BackwardSwitch
 
-__all__ = [
-    "LinearUse",
-    "Recorder",
-    "accumulate_errors",
-    "graph_nodes",
-    "record",
-    "stream_errors",
-]
-
-
 _Convolution = tuple[Tensor, Tensor, ConvolutionStatistics]
 """Input, output and statistics of one call."""
 

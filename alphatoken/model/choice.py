@@ -20,14 +20,6 @@ from dataclasses import dataclass
 
 from alphatoken.errors import ConfigError
 
-__all__ = [
-    "DEFAULT_LAYERS",
-    "PARAMETERS_REMEDY",
-    "ParameterChoice",
-    "layers_within",
-    "read_layers",
-]
-
 DEFAULT_LAYERS = 3
 """The last three layers, as in the paper; all of a model that has fewer."""
 

@@ -30,8 +30,6 @@ from alphatoken.model.protocol import (
     NativeDelta,
 )
 
-__all__ = ["is_delta_net", "rerouted"]
-
 _NETS = (
     "Qwen3_5GatedDeltaNet",
     "Qwen3_5MoeGatedDeltaNet",

@@ -47,15 +47,6 @@ from alphatoken.model.protocol import ConvolutionCall, DeltaCall, NativeConvolut
 from alphatoken.model.switch import BackwardSwitch, around
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = [
-    "ConvolutionStatistics",
-    "DeltaStatistics",
-    "DeltaUse",
-    "self_terms",
-    "switchable_convolution",
-    "switchable_delta_rule",
-]
-
 _CHUNK = 64  # positions, as in the models' own chunked rule
 _EPSILON = 1e-6  # under the root of a length, as in transformers and in the fla package
 

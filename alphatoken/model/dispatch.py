@@ -34,8 +34,6 @@ from alphatoken.model.batch import documents_in_rows
 from alphatoken.model.experts import ExpertsListener, routed_experts
 from alphatoken.model.protocol import AttentionCall, AttentionOverride, NativeAttention
 
-__all__ = ["Dispatch", "ExpertsDispatch", "dispatched", "is_understood"]
-
 _MISSING: Any = object()  # stands for "no entry": None could be an entry
 _LOCK = threading.Lock()  # held while contexts are entered and left, never during a forward
 # One override that is active, and the thread that entered it. Compared by identity, since one

@@ -20,8 +20,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-__all__ = ["PARAMETERS", "ExpertsListener", "routed_experts", "rows_by_expert"]
-
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that transformers' interface for experts gives their tensors, in forward order."""
 

@@ -28,16 +28,6 @@ from torch import Tensor, nn
 
 from alphatoken.errors import AlphaTokenWarning, warn_caller
 
-__all__ = [
-    "Written",
-    "foreign_hooks",
-    "numbers_of",
-    "settings_of",
-    "stamps_of",
-    "trained_of",
-    "written_between",
-]
-
 # Attributes of a module that no value depends on, or that are read apart: weights, hooks, and the
 # mode, since values are taken with dropout off.
 _PASSING = frozenset(

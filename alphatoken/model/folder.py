@@ -22,14 +22,6 @@ from alphatoken.errors import (
 )
 from alphatoken.support.storage import LFS
 
-__all__ = [
-    "is_adapter",
-    "require_adapter_folder",
-    "require_model_folder",
-    "require_tokenizer_files",
-    "require_weights",
-]
-
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

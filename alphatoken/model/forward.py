@@ -34,23 +34,6 @@ from alphatoken.model.batch import by_prediction, token_losses
 from alphatoken.model.head import HeadUse, head_losses, output_head, rounding_tolerance
 from alphatoken.model.protocol import DecoderAdapter
 
-__all__ = [
-    "Start",
-    "can_start_at",
-    "draws",
-    "evaluation_mode",
-    "graph_from_layer",
-    "hidden_of",
-    "is_compiled",
-    "is_wrapper",
-    "kept_frequencies",
-    "losses_from",
-    "remember_start",
-    "response_losses",
-    "start_at",
-    "with_hidden",
-]
-
 # --- modes of the model ---------------------------------------------------------------------------
 
 

@@ -28,18 +28,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.support.precision import full_precision, wide
 
-__all__ = [
-    "HeadUse",
-    "head_losses",
-    "is_plain_head",
-    "is_whole",
-    "output_head",
-    "register_losses",
-    "rounding_tolerance",
-    "watch_head",
-    "watched_head",
-]
-
 _WORKSPACE = 2**22  # numbers of one block of logits
 _ROWS = 4096  # predictions of one block; each block of rows reads the whole of W once
 

@@ -31,25 +31,6 @@ from alphatoken.model.folder import (
 from alphatoken.model.protocol import find_adapter
 from alphatoken.support.storage import read_json
 
-__all__ = [
-    "Limits",
-    "ModelParts",
-    "find_limits",
-    "find_parts",
-    "freeze_unreached",
-    "has_tokenizer",
-    "limits_of",
-    "load_causal_model",
-    "load_for_training",
-    "load_or_refuse",
-    "load_tokenizer",
-    "model_name",
-    "no_progress_bar",
-    "rows_tokenizer",
-    "text_tokenizer",
-    "unsaid",
-]
-
 
 @dataclass(frozen=True)
 class ModelParts:

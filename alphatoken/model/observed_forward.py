@@ -18,8 +18,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from alphatoken.errors import ModelError
 
-__all__ = ["ObservedForward", "named_arguments", "register_source", "scores_in"]
-
 _SOURCES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Scores to (the scores that they follow from alone, the versions that both had then)."""
 

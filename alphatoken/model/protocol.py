@@ -17,24 +17,6 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ModelError
 
-__all__ = [
-    "AttentionCall",
-    "AttentionOverride",
-    "ConvolutionCall",
-    "ConvolutionOverride",
-    "DecoderAdapter",
-    "DeltaCall",
-    "DeltaNets",
-    "DeltaOverride",
-    "NativeAttention",
-    "NativeConvolution",
-    "NativeDelta",
-    "ScoredExperts",
-    "ScoredLinear",
-    "find_adapter",
-    "register_adapter",
-]
-
 
 @dataclass(frozen=True)
 class ScoredLinear:

@@ -14,17 +14,6 @@ from alphatoken.errors import ConfigError
 from alphatoken.model.choice import PARAMETERS_REMEDY, ParameterChoice, layers_within
 from alphatoken.model.protocol import DecoderAdapter, DeltaNets, ScoredExperts, ScoredLinear
 
-__all__ = [
-    "Scope",
-    "delta_nets_of",
-    "find_scope",
-    "lowest_use",
-    "mixers_without_rule",
-    "mixtures_of",
-    "resolve_layers",
-    "used_outside",
-]
-
 
 def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> tuple[int, ...]:
     """Indices of the scored decoder layers of this model, as ``layers_within`` gives them."""

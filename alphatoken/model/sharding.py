@@ -25,8 +25,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MasterWeights", "Sharding", "objects_in_use"]
-
 MasterWeights = Callable[[str, Tensor], Tensor]
 """Name and parameter to the weight as the optimizer keeps it, in float32 where the model holds a
 16-bit copy: whole, or under ``Sharding`` this process's part. Collective."""

@@ -12,8 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from alphatoken.errors import ConfigError
 
-__all__ = ["MODES", "BackwardSwitch", "around"]
-
 MODES = ("ordinary", "self")
 """Gradient to all positions, or to the same one only."""
 

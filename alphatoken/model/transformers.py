@@ -34,8 +34,6 @@ from alphatoken.model.protocol import (
     ScoredLinear,
 )
 
-__all__ = ["TransformersAdapter", "require_head"]
-
 _LOSS_KEYWORDS = frozenset(
     (
         "labels", "shift_labels", "num_items_in_batch",  # the loss, which we take ourselves

@@ -21,8 +21,6 @@ from torch.nn import functional as F
 from alphatoken.model.head import watched_head
 from alphatoken.support.precision import wide
 
-__all__ = ["chosen_losses"]
-
 _WORKSPACE = 2**22  # numbers of one block, positions times vocabulary
 
 

@@ -23,19 +23,6 @@ from alphatoken.oracle.gradients import (
     logits_of,
 )
 
-__all__ = [
-    "Drift",
-    "Pairs",
-    "adam_scale",
-    "corrected_fisher",
-    "damped_directions",
-    "damped_solve",
-    "fisher_drift",
-    "losses_of",
-    "objective_gradient",
-    "read_drift",
-]
-
 EPSILON_FLOOR = 1e-16
 """v^ is no smaller than this: a LoRA factor A has none after the first step."""
 

@@ -38,19 +38,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = [
-    "Convolution",
-    "DeltaNet",
-    "Rule",
-    "coefficients",
-    "convolve",
-    "delta_rule",
-    "left_out_bound",
-    "net_jacobian",
-    "propagated_parts",
-    "value_path",
-]
-
 _EPSILON = 1e-6  # under the root of a length, as the layer's authors have it
 
 

@@ -39,21 +39,6 @@ from alphatoken.oracle.gradients import (
     undisturbed,
 )
 
-__all__ = [
-    "Metric",
-    "TransferBound",
-    "enumerate_responses",
-    "enumerated_log_probabilities",
-    "exact_fisher",
-    "exact_token_fisher",
-    "expected_retention_loss",
-    "lipschitz_constant",
-    "monte_carlo_fisher",
-    "prompt_fishers",
-    "transfer_bound",
-    "wasserstein",
-]
-
 
 def enumerate_responses(length: int, vocabulary: int, eos: int | None) -> list[tuple[int, ...]]:
     """Every response: ``length`` tokens, or fewer if it ends in ``eos``, which it then contains."""

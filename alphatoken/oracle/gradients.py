@@ -23,31 +23,6 @@ from torch import Tensor, nn
 
 from alphatoken.errors import InputError
 
-__all__ = [
-    "Batch",
-    "Forward",
-    "Token",
-    "batch_losses",
-    "batch_mask",
-    "directed_parameters",
-    "displaced",
-    "flatten",
-    "gradient",
-    "known_labels",
-    "label_values",
-    "listed",
-    "logits_of",
-    "per_token_gradients",
-    "response_tokens",
-    "scalar_losses",
-    "sequence_log_probabilities",
-    "standard_errors",
-    "token_losses",
-    "undisturbed",
-    "unflatten",
-    "validation_gradient",
-]
-
 Batch = Mapping[str, Tensor]
 """``input_ids``, ``labels`` (unshifted, -100 ignored) and whatever else the model takes."""
 

@@ -39,21 +39,6 @@ from alphatoken.oracle.gradients import (
     run_losses,
 )
 
-__all__ = [
-    "Influence",
-    "Use",
-    "causal",
-    "column_sums",
-    "diagonal",
-    "exact_influence",
-    "expert_influence",
-    "moved_outputs",
-    "recorded_uses",
-    "row_sums",
-    "to_token_index",
-    "unassigned",
-]
-
 
 @dataclass(frozen=True)
 class Use:

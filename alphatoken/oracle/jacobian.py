@@ -30,24 +30,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-__all__ = [
-    "AttentionSpec",
-    "AttentionState",
-    "attend",
-    "cross_position_jacobian",
-    "jacobian_by_autograd",
-    "key_jacobian",
-    "key_norm_bound",
-    "output_bounds",
-    "residual_after_output",
-    "rms_norm",
-    "rms_norm_jacobian",
-    "rotary_matrix",
-    "score_residual_norm",
-    "value_path_bound",
-    "value_propagation_error",
-]
-
 
 @dataclass(frozen=True)
 class AttentionSpec:

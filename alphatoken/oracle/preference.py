@@ -30,19 +30,6 @@ from alphatoken.oracle.gradients import (
     undisturbed,
 )
 
-__all__ = [
-    "PreferencePairs",
-    "branch_log_probabilities",
-    "dpo_gradient",
-    "dpo_loss",
-    "dpo_margin",
-    "dpo_omega",
-    "dpo_token_errors",
-    "masked_dpo_gradient",
-    "masked_dpo_omega",
-    "preference_objective",
-]
-
 
 @dataclass(frozen=True)
 class PreferencePairs:

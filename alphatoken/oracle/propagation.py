@@ -29,16 +29,6 @@ from alphatoken.oracle.gradients import (
 )
 from alphatoken.oracle.influence import moved_outputs, recorded_uses, to_token_index
 
-__all__ = [
-    "PropagationLayer",
-    "equation_causal_decomp",
-    "head_output_errors",
-    "one_hop",
-    "value_propagation",
-    "value_propagation_pairs",
-    "via_t",
-]
-
 HeadReduction = Literal["per_head", "mean"]
 CausalPosition = Literal["label", "context"]
 

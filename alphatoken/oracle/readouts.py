@@ -27,17 +27,6 @@ from alphatoken.errors import InputError
 from alphatoken.oracle import delta_net
 from alphatoken.oracle.scope import Linear, ScoredModel, expert_tensors
 
-__all__ = [
-    "AttentionUse",
-    "Call",
-    "DeltaUse",
-    "Trace",
-    "contract",
-    "propagated_errors",
-    "split_attention",
-    "traced",
-]
-
 
 @runtime_checkable
 class Call(Protocol):

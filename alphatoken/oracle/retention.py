@@ -34,17 +34,6 @@ from alphatoken.oracle.gradients import (
     unflatten,
 )
 
-__all__ = [
-    "ProxyBound",
-    "hessian",
-    "kl_hessian",
-    "proxy_bound",
-    "retention_gradient",
-    "retention_loss",
-    "taylor_remainder",
-    "third_derivative_along",
-]
-
 
 def retention_loss(forward: Forward, batches: Batch | Sequence[Batch]) -> Tensor:
     """Mean over sequences of their *summed* token losses: the paper's, and the Fisher's scale.

@@ -51,18 +51,6 @@ from alphatoken.oracle.gradients import (
 )
 from alphatoken.oracle.utility import AdamState, adam_direction
 
-__all__ = [
-    "Run",
-    "curvature_along",
-    "label_values_along",
-    "ledger_values",
-    "run_end",
-    "run_loss",
-    "run_values",
-    "walk_values",
-    "walked",
-]
-
 Tensors = Mapping[str, Tensor]
 
 

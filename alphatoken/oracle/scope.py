@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from alphatoken.errors import ModelError
 
-__all__ = ["Linear", "ScoredModel", "bare_model", "decoder_blocks", "expert_tensors", "find_scored"]
-
 
 @dataclass(frozen=True)
 class Linear:

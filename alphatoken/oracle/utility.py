@@ -35,19 +35,6 @@ from alphatoken.oracle.gradients import (
     undisturbed,
 )
 
-__all__ = [
-    "AdamState",
-    "Step",
-    "adam_direction",
-    "adam_preconditioner",
-    "adam_step",
-    "adam_step_derivative",
-    "exact_shapley",
-    "leave_one_out_utility",
-    "one_step_utility",
-    "sgd_step",
-]
-
 Step = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
 """An optimizer step: (parameter values, gradients) -> new values. It must not keep state."""
 

@@ -50,22 +50,6 @@ from alphatoken.support.resume import (
 )
 from alphatoken.support.storage import write_json
 
-__all__ = [
-    "OUTCOMES",
-    "Corpus",
-    "CorpusRow",
-    "CorpusSurvey",
-    "Job",
-    "draw_rows",
-    "encode_some",
-    "examples_digest",
-    "load_job",
-    "on_device",
-    "prepare_job",
-    "prepare_rows",
-    "save_job",
-]
-
 OUTCOMES = (
     "drawn_validation",
     "removed_same_as_validation",

@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     import alphatoken.data.rows
     from alphatoken.data import EncodeOptions, Fields
 
-__all__ = [
-    "BudgetOptions",
-    "ColumnOptions",
-    "EarlierOptions",
-    "LeftOutOptions",
-    "ModelOptions",
-    "ReadingOptions",
-    "RunningOptions",
-    "ScoreOptions",
-]
-
 
 @dataclass(kw_only=True)
 class ModelOptions:

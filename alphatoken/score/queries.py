@@ -28,15 +28,6 @@ from alphatoken.score.value_page import setting_tiles, shown_example, window, wo
 from alphatoken.score.values import ScoredExample, query_key, responses, visible
 from alphatoken.support.storage import write_text
 
-__all__ = [
-    "QueryRank",
-    "encode_queries",
-    "query_rows",
-    "rank_rows",
-    "read_as",
-    "write_query_report",
-]
-
 
 def query_rows(texts: Sequence[str], fields: Fields) -> list[Row]:
     """The queries as rows: a JSON object by its columns, any other text as plain text.

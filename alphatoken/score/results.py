@@ -40,8 +40,6 @@ from alphatoken.select.masks import keep_count, top_mask
 from alphatoken.support.storage import replacing, write_json, write_jsonl
 from alphatoken.values import Certificate, derivative_notes, derivative_text
 
-__all__ = ["Unit", "best_rows", "write_results"]
-
 Unit = Literal["tokens", "mean", "sum"]
 """What ``--rows`` keeps: tokens within their rows, or whole rows by the mean or sum of values."""
 

@@ -44,8 +44,6 @@ from alphatoken.support.resume import (
 )
 from alphatoken.support.storage import try_lock, write_json
 
-__all__ = ["score_corpus", "value_block"]
-
 
 def score_corpus(options: ScoreOptions) -> None:
     """Value ``options.train_file`` and write everything to ``options.output_dir``.

@@ -19,19 +19,6 @@ from alphatoken.score.page import Column, Section, ShownTable, environment, numb
 from alphatoken.score.values import COMPONENTS, ScoredExample, visible
 from alphatoken.support.storage import write_text
 
-__all__ = [
-    "ComponentSummary",
-    "Extreme",
-    "ValueSummary",
-    "setting_tiles",
-    "shown_example",
-    "shown_examples",
-    "summarise",
-    "window",
-    "worded",
-    "write_report",
-]
-
 # A total, and where it is.
 _Token = tuple[float, ScoredExample, int]
 

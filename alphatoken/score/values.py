@@ -28,20 +28,6 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.batch import IGNORE
 from alphatoken.support.storage import replacing
 
-__all__ = [
-    "COMPONENTS",
-    "Component",
-    "ScoredExample",
-    "Visits",
-    "query_key",
-    "read_row_values",
-    "read_values",
-    "responses",
-    "value_files",
-    "visible",
-    "write_values",
-]
-
 
 @dataclass(frozen=True)
 class Component:

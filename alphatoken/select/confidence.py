@@ -19,8 +19,6 @@ from torch import Tensor
 from alphatoken.errors import InputError
 from alphatoken.select.masks import check_values
 
-__all__ = ["select_harmless"]
-
 
 def select_harmless(
     values: Float[Tensor, "b t"],

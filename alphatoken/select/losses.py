@@ -9,8 +9,6 @@ from torch import Tensor
 from alphatoken.errors import InputError
 from alphatoken.model.batch import label_mask, predicted_labels, token_losses
 
-__all__ = ["dpo_coefficient", "masked_dpo_coefficient", "masked_dpo_loss", "masked_sft_loss"]
-
 
 def masked_sft_loss(
     scores: Float[Tensor, "b t vocabulary"] | Float[Tensor, "b s"],

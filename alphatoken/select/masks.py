@@ -14,17 +14,6 @@ from torch import Tensor
 from alphatoken.errors import InputError, NumericalError, require_choice
 from alphatoken.support.precision import refuse_first
 
-__all__ = [
-    "check_values",
-    "keep_count",
-    "response_values",
-    "select_bottom",
-    "select_random",
-    "select_top",
-    "top_mask",
-]
-
-
 _ROUNDINGS = {"ceil": math.ceil, "floor": math.floor}
 
 

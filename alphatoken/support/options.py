@@ -13,15 +13,6 @@ from typing import Any, TypeVar
 
 from alphatoken.errors import ConfigError, require_choice
 
-__all__ = [
-    "Limits",
-    "check_options",
-    "limits_of",
-    "option",
-    "same_option",
-    "with_options_in_docstring",
-]
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -13,15 +13,6 @@ from torch import Tensor, nn
 
 from alphatoken.errors import AlphaTokenError, NumericalError
 
-__all__ = [
-    "DEVICES",
-    "blocks",
-    "float16_named",
-    "full_precision",
-    "refuse_first",
-    "wide",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _BLOCK = 2**20  # numbers that are widened to float64 at a time

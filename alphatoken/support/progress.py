@@ -15,8 +15,6 @@ from weakref import ref
 
 from tqdm import tqdm
 
-__all__ = ["ProgressSink", "Tracker", "shown_progress"]
-
 _LINE = (
     "{desc}: {n_fmt}/{total_fmt} ({percentage:.0f}%), {rate_noinv_fmt}, {elapsed} gone, "
     "{remaining} left"

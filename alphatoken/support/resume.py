@@ -21,24 +21,6 @@ from torch import Tensor, nn
 
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError, short
 
-__all__ = [
-    "SAMPLED_NUMBERS",
-    "Changes",
-    "changed_settings",
-    "check_output_file",
-    "check_output_folder",
-    "command_of",
-    "content_digest",
-    "describe_changes",
-    "file_digest",
-    "read_run",
-    "refuse_changes",
-    "refuse_other_run",
-    "require_writable",
-    "tensor_digest",
-    "weights_digest",
-]
-
 SAMPLED_NUMBERS = 1024
 """Numbers of a tensor by which a resumed training run recognises it; reading all of them would take
 longer than many a step."""

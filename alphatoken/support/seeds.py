@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["seed_of"]
-
 
 def seed_of(*parts: object) -> int:
     """A seed in [0, 2^63) from the text of the parts alone: the same in every Python, for ever."""

@@ -23,19 +23,6 @@ from torch import Tensor
 from alphatoken.errors import AlphaTokenError, DataError
 from alphatoken.support.resume import tensor_digest
 
-__all__ = [
-    "LFS",
-    "flush",
-    "read_json",
-    "read_tensors",
-    "replacing",
-    "try_lock",
-    "write_json",
-    "write_jsonl",
-    "write_tensors",
-    "write_text",
-]
-
 LFS = b"version https://git-lfs"
 """First bytes of a pointer of Git LFS, which stands in place of a file."""
 

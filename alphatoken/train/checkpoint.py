@@ -49,8 +49,6 @@ from alphatoken.train.manifest import (
     write_manifest,
 )
 
-__all__ = ["STAGING", "RunCheckpoints"]
-
 STAGING = "_alphatoken-saving"
 """Folder of an unfinished checkpoint. The underscore keeps it out of uploads to the hub."""
 _OWN = "alphatoken-rank{}.safetensors"

@@ -29,24 +29,6 @@ from alphatoken.train.hooks import checkpointing_option
 from alphatoken.train.policy import TokenPolicy, has_pass
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 
-__all__ = [
-    "SHARDED",
-    "Ranks",
-    "cache_folder",
-    "check_same_weights",
-    "even_micro_batches",
-    "global_selection",
-    "layout",
-    "master_weights",
-    "name_wrapped_layers",
-    "needs_own_forward",
-    "on_accelerator",
-    "refused_layouts",
-    "rounded_reference",
-    "sharding_of",
-    "spread_name",
-]
-
 # --- layouts --------------------------------------------------------------------------------------
 
 SHARDED = ("fsdp2", "zero3")

@@ -36,8 +36,6 @@ from alphatoken.train.python_rows import cut_pair, read_pairs
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 from alphatoken.train.trainer_loss import TrainerLoss
 
-__all__ = ["REFERENCE_SUMS", "AlphaDPOConfig", "AlphaDPOTrainer", "PairLoss"]
-
 REFERENCE_SUMS = ("ref_chosen_logps", "ref_rejected_logps")
 """Columns of a batch that hold the reference's log-probability of each response, if it has any."""
 

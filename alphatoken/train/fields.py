@@ -12,8 +12,6 @@ from typing import Any
 from alphatoken.config import ScorerConfig, ValueOptions
 from alphatoken.support.options import option, same_option
 
-__all__ = ["AlphaFields", "PairFields"]
-
 
 @dataclass
 class AlphaFields(ValueOptions):

@@ -19,16 +19,6 @@ from typing import Any
 
 from alphatoken.errors import UnsupportedError
 
-__all__ = [
-    "MODULES",
-    "NEEDED",
-    "OVERRIDDEN",
-    "checkpointing_option",
-    "require_hooks",
-    "require_names",
-    "without_names",
-]
-
 OVERRIDDEN = (
     "_clip_grad_norm", "_get_output_dir",
     "_load_rng_state", "_run_epoch", "_save_checkpoint", "compute_loss",

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 else:  # a trainer of ours has TRL's or transformers' after this class in its bases
     _Base = object
 
-__all__ = ["TrainerInterface"]
-
 
 class TrainerInterface(_Base):
     """A trainer of TRL or transformers, and what ours say of it; base of the mixin.

@@ -14,8 +14,6 @@ from alphatoken.data.rows import Fields, row_of
 from alphatoken.errors import AlphaTokenWarning, DataError, warn_caller
 from alphatoken.train.python_rows import form_of
 
-__all__ = ["leaking_rows", "warn_of_leaks"]
-
 
 def leaking_rows(train: Any, other: Any, *, text_field: str = "text") -> list[int]:
     """Numbers of the training rows that have a prompt or a whole row in common with ``other``.

@@ -31,19 +31,6 @@ from alphatoken.model.batch import IGNORE, LabelledBatch
 from alphatoken.support.resume import content_digest
 from alphatoken.values import TokenValues
 
-__all__ = [
-    "BRANCHES",
-    "COMPONENTS",
-    "KEY_BYTES",
-    "UNIT",
-    "Document",
-    "DocumentValues",
-    "ValueLedger",
-    "row_documents",
-    "rows_fingerprint",
-    "split_batch",
-]
-
 KEY_BYTES = 16
 BRANCHES = (None, "chosen", "rejected")
 """Names of the branch numbers; None outside preference pairs."""

@@ -25,17 +25,6 @@ from alphatoken.model.observed_forward import register_source
 from alphatoken.support.precision import wide
 from alphatoken.train.hooks import without_names
 
-__all__ = [
-    "LogProbProxy",
-    "by_token",
-    "errors_only",
-    "head_entropy",
-    "require_finite",
-    "require_fused_head",
-    "shared_log_probs",
-    "top_entropy",
-]
-
 
 class LogProbProxy:
     """Callable in the place of ``model`` that keeps the token log-probabilities of its forward.

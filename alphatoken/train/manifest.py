@@ -37,28 +37,6 @@ from alphatoken.support.resume import (
 )
 from alphatoken.support.storage import flush, read_json, write_json
 
-__all__ = [
-    "MANIFEST",
-    "RESULTS",
-    "RUN",
-    "Manifest",
-    "checkpoints",
-    "chosen_checkpoint",
-    "dataset_digest",
-    "frozen_fingerprint",
-    "latest_complete",
-    "library_versions",
-    "note_run",
-    "read_manifest",
-    "require_same_run",
-    "rotate",
-    "run_options",
-    "split_changes",
-    "verify",
-    "weights_fingerprint",
-    "write_manifest",
-]
-
 MANIFEST = "alphatoken.json"
 RUN = "alphatoken-run.json"
 """In the run's own folder: the run that its newest checkpoints belong to, with its options."""

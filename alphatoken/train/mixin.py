@@ -69,8 +69,6 @@ from alphatoken.train.trainer_loss import PLAN_KEY, MicroBatchPlan, TrainerLoss
 from alphatoken.train.valuation import Valuation
 from alphatoken.train.weigher import StepGuard, Weigher
 
-__all__ = ["AlphaTrainerMixin", "choose_bf16"]
-
 _WALK = "walk/"
 """Before the names of the weights at a walk's end, in a checkpoint."""
 

@@ -25,8 +25,6 @@ from alphatoken.train.policies import (
 from alphatoken.train.policy import PolicySettings, TokenPolicy
 from alphatoken.train.refusals import contradictions, raise_first, refused_settings
 
-__all__ = ["AlphaOptions"]
-
 RENAMED = {
     "max_seq_length": "max_length",
     "evaluation_strategy": "eval_strategy",

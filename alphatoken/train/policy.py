@@ -28,18 +28,6 @@ from alphatoken.model.attention import AttentionStatistics
 from alphatoken.select.masks import keep_count, select_top
 from alphatoken.support.precision import refuse_first
 
-__all__ = [
-    "MODES",
-    "Columns",
-    "Needs",
-    "PolicyBatch",
-    "PolicySettings",
-    "PolicyStage",
-    "TokenPolicy",
-    "chooses_rows",
-    "has_pass",
-]
-
 MODES = ("native", "budget")
 ROUNDINGS = ("floor", "ceil")
 

@@ -31,8 +31,6 @@ from alphatoken.train.policy import Columns, PolicyStage, TokenPolicy, has_pass
 from alphatoken.train.python_rows import plain_rows
 from alphatoken.train.trainer_loss import selecting
 
-__all__ = ["TrainingRows", "prepare_policy"]
-
 _PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
 _ROW = ("input_ids", "labels", "seq_lengths")
 

@@ -15,8 +15,6 @@ from functools import lru_cache
 
 from alphatoken.errors import ConfigError
 
-__all__ = ["ValidationPool"]
-
 
 def _shuffled(rows: Sequence[int], *key: object) -> tuple[int, ...]:
     """A uniform permutation that depends on the key alone, on every platform."""

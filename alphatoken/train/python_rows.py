@@ -41,22 +41,6 @@ from alphatoken.model.loading import (
     text_tokenizer,
 )
 
-__all__ = [
-    "as_dataset",
-    "check_left",
-    "columns_of",
-    "cut_pair",
-    "form_of",
-    "plain_rows",
-    "read_pairs",
-    "read_rows",
-    "require_rows",
-    "require_tokens",
-    "require_trls_dataset",
-    "tokenizer_of",
-    "without_rows",
-]
-
 _TRLS = {"tools", "chat_template_kwargs", "image", "images"}
 """Columns that TRL reads beside these, or that are refused elsewhere."""
 _FIRST_ROWS = 1024

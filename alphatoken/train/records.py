@@ -39,8 +39,6 @@ from alphatoken.train.python_rows import plain_rows
 from alphatoken.train.trainer_loss import MicroBatch, undivided
 from alphatoken.values import TokenValues, derivative_notes
 
-__all__ = ["REPORT", "VALUES", "RunRecords", "TrainMonitor", "export_values", "write_run_report"]
-
 REPORT = f"{RESULTS}/alphatoken-report.html"
 VALUES = f"{RESULTS}/values"
 """The page, and the folder of value files, in a run's folder."""

@@ -12,8 +12,6 @@ from alphatoken.model.folder import is_adapter
 from alphatoken.model.loading import has_tokenizer, limits_of, load_tokenizer, model_name
 from alphatoken.train.python_rows import tokenizer_of
 
-__all__ = ["check_reference", "check_tokens"]
-
 _REMEDY = "a reference of the same family and vocabulary; ref_model=None copies the trained model"
 
 

@@ -27,17 +27,6 @@ from alphatoken.train.policy import TokenPolicy, chooses_rows, has_pass
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.python_rows import plain_rows
 
-__all__ = [
-    "check_lengths",
-    "check_pool",
-    "check_tokens",
-    "contradictions",
-    "raise_first",
-    "refused_datasets",
-    "refused_runs",
-    "refused_settings",
-]
-
 _IDS = {"input_ids", "prompt_ids", "chosen_ids", "rejected_ids"}
 """Columns of tokens."""
 

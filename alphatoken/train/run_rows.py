@@ -33,14 +33,6 @@ from alphatoken.train.options import AlphaOptions
 from alphatoken.train.python_rows import plain_rows
 from alphatoken.train.refusals import check_lengths, check_pool, check_tokens
 
-__all__ = [
-    "RunRows",
-    "cache_key",
-    "fisher_settings",
-    "fitted_fisher",
-    "prepare_run_rows",
-]
-
 
 @dataclass(frozen=True)
 class RunRows:

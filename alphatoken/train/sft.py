@@ -24,8 +24,6 @@ from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.python_rows import columns_of, plain_rows, read_rows
 
-__all__ = ["AlphaSFTConfig", "AlphaSFTTrainer"]
-
 _COMPARED, _APART = 64, 0.8
 """Rows whose labels are compared, and the least difference of form that is said."""
 

@@ -14,8 +14,6 @@ from alphatoken.errors import ConfigError
 from alphatoken.support.precision import wide
 from alphatoken.train.hooks import MODULES, require_names, without_names
 
-__all__ = ["Fsdp2Sharding", "Zero3Sharding"]
-
 
 def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
     """Each module below, and the nearest one around it whose weights FSDP2 gathers together."""

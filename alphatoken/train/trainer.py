@@ -20,8 +20,6 @@ from alphatoken.train.python_rows import plain_rows, require_tokens
 from alphatoken.train.sft import LabelledRows, refuse_losses
 from alphatoken.train.trainer_loss import TrainerLoss
 
-__all__ = ["AlphaConfig", "AlphaTrainer"]
-
 
 @dataclass
 class AlphaConfig(AlphaOptions, TrainingArguments):

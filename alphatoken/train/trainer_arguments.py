@@ -17,8 +17,6 @@ from alphatoken.model.transformers import require_head
 from alphatoken.train.options import RENAMED
 from alphatoken.train.python_rows import require_trls_dataset
 
-__all__ = ["bind_arguments", "load_model_and_tokenizer"]
-
 _RENAMED = {
     "tokenizer": "processing_class",
     "dataset": "train_dataset",

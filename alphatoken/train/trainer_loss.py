@@ -29,17 +29,6 @@ from alphatoken.train.log_prob_proxy import LogProbProxy, by_token
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.values import TokenValues
 
-__all__ = [
-    "AROUND",
-    "PLAN_KEY",
-    "MicroBatch",
-    "MicroBatchPlan",
-    "TrainerLoss",
-    "normalised",
-    "selecting",
-    "undivided",
-]
-
 PLAN_KEY = "alphatoken_carried"
 """Key of a batch under which its ``MicroBatchPlan`` travels from one hook to the next."""
 

@@ -31,8 +31,6 @@ from alphatoken.train.run_rows import RunRows
 from alphatoken.train.trainer_loss import MicroBatch, TrainerLoss, selecting, undivided
 from alphatoken.values import TokenValues
 
-__all__ = ["Valuation"]
-
 
 class Valuation:
     """One value a response token, against the direction of its step: a scorer that follows a run.

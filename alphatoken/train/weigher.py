@@ -44,8 +44,6 @@ from alphatoken.train.trainer_loss import (
 from alphatoken.train.valuation import Valuation
 from alphatoken.values import TokenValues
 
-__all__ = ["StepGuard", "Weigher"]
-
 
 class Weigher:
     """Turns a policy into the loss of a run's steps.

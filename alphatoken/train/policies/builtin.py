@@ -18,17 +18,6 @@ from alphatoken.train.policies.trained_weights import (
 )
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
 
-__all__ = [
-    "DPO",
-    "RATIO_POLICIES",
-    "AllTokensPolicy",
-    "BottomRatioPolicy",
-    "RandomRatioPolicy",
-    "Standard",
-    "TopRatioPolicy",
-    "ValidationFirst",
-]
-
 
 class TopRatioPolicy(TokenPolicy):
     """The most valuable tokens among those that are ranked together.

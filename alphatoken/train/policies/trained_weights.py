@@ -18,18 +18,6 @@ from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.ledger import rows_fingerprint
 from alphatoken.train.policy import PolicyStage
 
-__all__ = [
-    "copied",
-    "copy_weights",
-    "load_copy",
-    "load_weights",
-    "save_weights",
-    "trainable",
-    "trained_copy",
-    "validation_schedule",
-    "weights_folder",
-]
-
 _FILE = "trained.safetensors"
 _LEAST_STEPS = 24
 _ROW = ("input_ids", "labels", "seq_lengths")

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from alphatoken_lab.runner.records import Record
     from alphatoken_lab.runner.running import GridFolder
 
-__all__ = [
-    "CompareOptions", "check_measures", "look_up_tasks", "parse", "print_results",
-    "run",
-]  # fmt: skip
-
 _ABOUT = """\
 Train one model with many methods, measure every one on the same held-out rows, and tabulate. Each
 cell of the grid (method, mode, seed) is a process of its own; a cell that fails is a line in the

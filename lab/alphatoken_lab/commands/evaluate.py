@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from alphatoken_lab.measure.measures import Measures
     from alphatoken_lab.measure.measuring import Prepared
 
-__all__ = ["EvaluateOptions", "read", "run", "table"]
-
 _ABOUT = """\
 Measure a trained model: a folder, a LoRA adapter's folder (its base is loaded), or a name of the
 hub. What is measured is what `alphatoken-lab compare` measures of every cell.

@@ -12,8 +12,6 @@ from alphatoken.cli.program import read_options
 from alphatoken.errors import ConfigError
 from alphatoken.support.options import option
 
-__all__ = ["MergeOptions", "read", "run"]
-
 _ABOUT = """\
 Write theta = (1 - alpha) theta_before + alpha theta_after (WiSE-FT) as a model folder, for one
 alpha or several. Arithmetic is float32; alpha 0 and 1 give the two models bitwise.

@@ -14,8 +14,6 @@ from alphatoken_lab.paper.options import PaperOptions
 if TYPE_CHECKING:
     from alphatoken_lab.paper.work import Work
 
-__all__ = ["parse", "prepare_rows", "run"]
-
 _ABOUT = """\
 Make a table or figure of the paper: train what it compares, measure it, and lay it out as there,
 with the spread over three seeds. Several tables share cells; a cell is trained once.

@@ -9,8 +9,6 @@ from alphatoken.cli.program import CommandParser
 from alphatoken.train.policies import find_policy, policy_names
 from alphatoken.train.policy import Needs, TokenPolicy
 
-__all__ = ["run"]
-
 _NEEDS = {
     "reference": "reference model of the trainer",
     "attention": "attention of the last layer",

@@ -31,11 +31,6 @@ from alphatoken.model.loading import Limits
 from alphatoken.model.protocol import find_adapter
 from alphatoken_lab.measure.measures import Measures
 
-__all__ = [
-    "Each", "Encoded", "Rows", "encode_file", "encode_files", "read_files", "response_log_probs",
-    "row_losses", "summary",
-]  # fmt: skip
-
 Rows = Mapping[str, list[Row] | list[Pair]]
 """Rows or pairs of each file as they were read, by what the file is for."""
 

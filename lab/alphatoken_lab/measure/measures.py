@@ -11,8 +11,6 @@ from alphatoken.cli.recipes import close_to
 from alphatoken.errors import ConfigError
 from alphatoken.support.options import option
 
-__all__ = ["MeasureOptions", "Measures", "read_measures", "require_allowed", "require_files"]
-
 _LATER = ("shots", "task_chat", "questions")
 """Fields that came later: left out of a cell's description where they are empty."""
 

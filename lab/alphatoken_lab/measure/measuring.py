@@ -39,11 +39,6 @@ from alphatoken_lab.measure.losses import (
 )
 from alphatoken_lab.measure.measures import Measures
 
-__all__ = [
-    "Prepared", "answers", "awaited_scores", "export_answers", "measure", "prepare", "prompt_ids",
-    "read_questions", "require_template", "win_rate", "with_scores",
-]  # fmt: skip
-
 SCORES = "scores"
 """Folder, beside the answers, of what other programs say of them."""
 

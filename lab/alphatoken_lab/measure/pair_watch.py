@@ -38,8 +38,6 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.support.resume import changed_settings
 from alphatoken.train.distributed import SHARDED, layout
 
-__all__ = ["OPTION", "PROBE", "PairWatch", "taken_up", "watch_pairs"]
-
 OPTION = "collect_value_propagation"
 """The option of a method of a grid: optimizer steps between two looks."""
 PROBE = 8

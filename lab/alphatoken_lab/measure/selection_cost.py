@@ -19,8 +19,6 @@ import torch
 
 from alphatoken.train.trainer_loss import AROUND
 
-__all__ = ["SelectionCost", "measured_selection"]
-
 
 class SelectionCost:
     """Most bytes in use since it was made: of the GPU if there is one, else resident memory.

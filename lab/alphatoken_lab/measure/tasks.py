@@ -23,16 +23,6 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.forward import evaluation_mode
 from alphatoken_lab.measure.measures import Measures
 
-__all__ = [
-    "CODE_ANSWERS",
-    "PUBLISHED",
-    "Tasks",
-    "check_tasks",
-    "load_tasks",
-    "metric_of",
-    "run_tasks",
-]
-
 PUBLISHED = {"arc_challenge": 0, "hellaswag": 0, "mmlu": 5, "gsm8k": 5}
 """Shots of the paper's table of benchmarks, by lm-eval's names."""
 

@@ -22,8 +22,6 @@ from alphatoken_lab.methods.static import static_pass
 from alphatoken_lab.methods.static_mask import StaticMask
 from alphatoken_lab.methods.token_table import TokenTable
 
-__all__ = ["CFT", "NUMBER", "final_answer"]
-
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 """A number, as answers of arithmetic problems end with one."""
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from alphatoken.train.policy import PolicyBatch
 from alphatoken_lab.methods.preference import PreferencePolicy
 
-__all__ = ["ConfPO", "below_mean_probability"]
-
 _TIE = 1e-9
 """Relative; equal probabilities are a tie, whatever the rounding of their mean."""
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from alphatoken.train.policy import PolicyBatch, TokenPolicy
 
-__all__ = ["DFT"]
-
 
 class DFT(TokenPolicy):
     """Dynamic fine-tuning, a policy.

@@ -10,8 +10,6 @@ from torch import Tensor
 from alphatoken.errors import ConfigError
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, TokenPolicy
 
-__all__ = ["EAFT"]
-
 
 class EAFT(TokenPolicy):
     """Entropy-adaptive fine-tuning, a policy.

@@ -12,8 +12,6 @@ from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicySt
 from alphatoken_lab.methods.static import keep_best, model_losses
 from alphatoken_lab.methods.token_table import TokenTable
 
-__all__ = ["Flow"]
-
 _WEIGHT, _KEPT = "flow_weights", "flow_kept"
 _LEVELS = ("sample", "token")
 

@@ -37,8 +37,6 @@ from alphatoken_lab.methods.projection import Projection
 from alphatoken_lab.methods.static import device_of, row_inputs, wait_for
 from alphatoken_lab.methods.token_table import TableHeader
 
-__all__ = ["LESS", "adam_update", "fill_tokens"]
-
 ADAM = ("code", "paper")
 AGGREGATES = ("mean_of_cosines", "cosine_of_mean")
 _ROWS = 64  # rows between two files

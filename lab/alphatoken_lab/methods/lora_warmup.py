@@ -27,8 +27,6 @@ from alphatoken.train.policies.trained_weights import copy_weights, trainable
 from alphatoken.train.policy import PolicyStage
 from alphatoken_lab.methods.static import device_of, row_inputs
 
-__all__ = ["AdamCheckpoint", "LoraWarmup", "adapted", "mean_loss", "warm_up"]
-
 
 @dataclass(frozen=True)
 class LoraWarmup:

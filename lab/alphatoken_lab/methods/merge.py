@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.support.precision import wide
 
-__all__ = ["check_alpha", "interpolate", "merge_models", "merge_states"]
-
 _REMEDY = "merge a LoRA adapter with --adapter; otherwise give the model that training started from"
 
 

@@ -20,8 +20,6 @@ from alphatoken.errors import ConfigError, InputError
 from alphatoken.support.precision import wide
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
 
-__all__ = ["PreferencePolicy", "both_sides", "weighted_dpo_losses", "weighted_simpo_losses"]
-
 
 def both_sides(weights: Float[Tensor, "rows t"]) -> Bool[Tensor, " n"]:
     """True for the pairs that have a weight other than 0 on either side."""

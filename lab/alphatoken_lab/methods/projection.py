@@ -14,8 +14,6 @@ from torch import Tensor
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.support.precision import full_precision
 
-__all__ = ["Projection"]
-
 _BLOCK = 1024  # rows of the sign matrix at a time
 _GOLDEN = 0x9E3779B97F4A7C15
 

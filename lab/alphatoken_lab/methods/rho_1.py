@@ -16,8 +16,6 @@ from alphatoken_lab.methods.static import model_losses
 from alphatoken_lab.methods.static_mask import second_model
 from alphatoken_lab.methods.token_table import TokenTable
 
-__all__ = ["Rho1"]
-
 UNITS = ("token", "response")
 _COLUMN = "reference_losses"
 

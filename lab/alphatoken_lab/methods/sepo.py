@@ -17,8 +17,6 @@ from alphatoken_lab.methods.static import model_losses
 from alphatoken_lab.methods.static_mask import second_model
 from alphatoken_lab.methods.token_table import TableHeader, TokenTable
 
-__all__ = ["SePO", "without_first"]
-
 _ORACLE, _REFERENCE = "oracle_losses", "reference_losses"
 
 

@@ -15,8 +15,6 @@ from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicySt
 from alphatoken_lab.methods.static import model_losses
 from alphatoken_lab.methods.token_table import TokenTable
 
-__all__ = ["SsToken", "prompt_attention", "scaled_by_row"]
-
 _COLUMN = "initial_losses"
 _EPSILON = 1e-8
 

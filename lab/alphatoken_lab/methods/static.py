@@ -40,16 +40,6 @@ from alphatoken.train.ledger import Document, rows_fingerprint, split_batch
 from alphatoken.train.policy import PolicyStage
 from alphatoken_lab.methods.token_table import TableHeader, TokenTable
 
-__all__ = [
-    "ROWS_PER_SHARD",
-    "Measure",
-    "keep_best",
-    "measure_losses",
-    "model_losses",
-    "require_selection",
-    "static_pass",
-]
-
 ROWS_PER_SHARD = 256
 _POLL = 0.2  # seconds
 

@@ -19,8 +19,6 @@ from alphatoken.train.reference import check_tokens
 from alphatoken_lab.methods.static import keep_best, require_selection
 from alphatoken_lab.methods.token_table import TokenTable
 
-__all__ = ["GivenTable", "StaticMask", "second_model"]
-
 Array = NDArray[Any]
 
 

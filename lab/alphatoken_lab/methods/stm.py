@@ -14,8 +14,6 @@ from alphatoken_lab.methods.static import model_losses
 from alphatoken_lab.methods.static_mask import StaticMask
 from alphatoken_lab.methods.token_table import TokenTable
 
-__all__ = ["STM"]
-
 
 class STM(StaticMask):
     """Train on the tokens that the initial model finds likely.

@@ -11,8 +11,6 @@ from torch import Tensor
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
 
-__all__ = ["TALR", "median_of_sequences"]
-
 _TAUS = ("sequence_median", "token_median")
 _LEAST = 1e-6
 

@@ -20,11 +20,6 @@ from alphatoken.support.precision import refuse_first, wide
 from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings
 from alphatoken_lab.methods.preference import PreferencePolicy, weighted_dpo_losses
 
-__all__ = [
-    "TIDPO", "forward_inputs", "gradient_attribution", "importance_weights", "last_positions",
-    "packed", "prompts_of", "sample_anchors", "sequence_kl", "triplet_losses",
-]  # fmt: skip
-
 SPANS = ("response", "sequence")
 
 _FORWARD = ("input_ids", "attention_mask", "position_ids", "token_type_ids")

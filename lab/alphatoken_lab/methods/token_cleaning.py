@@ -29,8 +29,6 @@ from alphatoken_lab.methods.static import keep_best, model_losses
 from alphatoken_lab.methods.static_mask import GivenTable, StaticMask, second_model
 from alphatoken_lab.methods.token_table import TokenTable
 
-__all__ = ["TokenCleaning"]
-
 Array = NDArray[Any]
 
 

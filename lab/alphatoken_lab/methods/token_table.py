@@ -28,8 +28,6 @@ from alphatoken.support.resume import changed_settings
 from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.ledger import KEY_BYTES, Document, split_batch
 
-__all__ = ["TableHeader", "TokenTable"]
-
 _COLUMN = "column/"
 
 Array = NDArray[Any]

@@ -24,8 +24,6 @@ from alphatoken_lab.methods.static import keep_best, measure_losses, static_pass
 from alphatoken_lab.methods.static_mask import StaticMask
 from alphatoken_lab.methods.token_table import TokenTable
 
-__all__ = ["HEADS", "QUERIES", "XTF", "low_outliers", "multi_otsu", "receiving", "task_relevance"]
-
 FILTERS = ("ri", "kn", "tr")
 DISTANCES = ("euclidean", "cosine")
 _ROWS = 1 << 14  # of the embedding matrix at a time

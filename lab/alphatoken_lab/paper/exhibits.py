@@ -25,11 +25,6 @@ from alphatoken.errors import ConfigError
 from alphatoken_lab.runner.records import Record, Row, rows_of, with_costs
 from alphatoken_lab.runner.tables import Column, Table, markdown
 
-__all__ = [
-    "LAPTOP", "SCALES", "Diagnosed", "Exhibit", "Group", "Line", "every", "find", "printed_table",
-    "table_of",
-]  # fmt: skip
-
 SCALES = ("full", "laptop")
 LAPTOP = "laptop"
 """The scale, and the name of its only task."""

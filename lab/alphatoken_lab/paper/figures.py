@@ -19,8 +19,6 @@ from alphatoken_lab.runner.grid import Cell, Task
 from alphatoken_lab.runner.running import COLLECTED
 from alphatoken_lab.runner.tables import Table
 
-__all__ = ["about_fisher", "diagnose", "draw_table", "export_rows", "refit_reason", "words_of"]
-
 _TRAIN, _VALIDATION = 2000, 32
 """Rows of the hub's data set that a figure at full scale is made of."""
 

@@ -8,8 +8,6 @@ from typing import Literal
 from alphatoken.support.options import option
 from alphatoken_lab.runner.launchers import CellOptions
 
-__all__ = ["PaperOptions"]
-
 
 @dataclass(kw_only=True)
 class PaperOptions(CellOptions):

@@ -26,8 +26,6 @@ from alphatoken.data.stdlib import code_pairs, code_rows, text_rows
 from alphatoken.errors import DataError
 from alphatoken.support.storage import write_jsonl
 
-__all__ = ["LETTERS", "SIZES", "SOURCES", "write_rows"]
-
 Record = dict[str, Any]
 
 LETTERS = 480

@@ -17,8 +17,6 @@ from alphatoken_lab.runner.grid import REFERENCES, Cell, Grid, all_cells
 from alphatoken_lab.runner.grid_file import GridOptions, read_grid
 from alphatoken_lab.runner.running import GridFolder
 
-__all__ = ["Work"]
-
 _MODEL = "SmolLM2-135M-Instruct"
 
 

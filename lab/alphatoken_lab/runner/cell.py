@@ -30,8 +30,6 @@ from alphatoken_lab.methods.merge import merge_models
 from alphatoken_lab.runner.launchers import for_processes
 from alphatoken_lab.runner.running import COLLECTED
 
-__all__ = ["TokenCounter", "run_cell"]
-
 _COST = (
     "steps", "kept_tokens", "response_tokens", "effective_tokens", "kept_share", "time",
     "scoring_time", "direction_time", "setup_time", "peak_memory", "peak_memory_of",

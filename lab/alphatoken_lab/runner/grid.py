@@ -16,8 +16,6 @@ from alphatoken.train.policies import read_policy_options, unread_by_estimator, 
 from alphatoken_lab.measure.measures import Measures
 from alphatoken_lab.runner.methods import PLAIN, Method, lacking_model
 
-__all__ = ["REFERENCES", "Cell", "Grid", "Task", "all_cells", "resolve_models"]
-
 REFERENCES = "references"
 """The task of models that cells need first, which nobody measures."""
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from alphatoken_lab.runner.grid import Grid, Task
     from alphatoken_lab.runner.methods import Method
 
-__all__ = ["GridOptions", "expand_variables", "read_grid"]
-
 _KEYS = {
     "about", "model_name_or_path", "policies", "modes", "seeds", "keep_ratio", "options",
     "measures", "tasks", "references", "methods", "tune", "keep",

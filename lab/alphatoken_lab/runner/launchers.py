@@ -22,11 +22,6 @@ from alphatoken.errors import ConfigError
 from alphatoken.support.options import option
 from alphatoken.support.storage import read_json
 
-__all__ = [
-    "PARENT", "PORT", "CellOptions", "LocalLauncher", "QueuedJob", "SubmititLauncher",
-    "cell_command", "end_with_parent", "for_processes", "make_launcher",
-]  # fmt: skip
-
 PORT = "{port}"
 """Stands in a command for a port that no other cell of the grid has."""
 

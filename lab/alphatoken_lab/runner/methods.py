@@ -21,8 +21,6 @@ from alphatoken.train.policies import (
 )
 from alphatoken.train.policy import PolicySettings
 
-__all__ = ["PLAIN", "START", "Method", "custom_method", "known_methods", "lacking_model"]
-
 START = "start"
 """The model as it is before training: "Pre-trained" and "Base" of the paper's tables."""
 

@@ -15,8 +15,6 @@ from alphatoken_lab.measure.measuring import with_scores
 from alphatoken_lab.runner.grid import REFERENCES, Cell
 from alphatoken_lab.runner.running import GridFolder, Status
 
-__all__ = ["Record", "Row", "collect", "records", "records_csv", "rows_of", "with_costs"]
-
 Record = dict[str, Any]
 
 _FIGURES = (

@@ -49,8 +49,6 @@ from alphatoken_lab.runner.launchers import (
 Launcher = LocalLauncher | SubmititLauncher
 Job = subprocess.Popen[bytes] | QueuedJob
 
-__all__ = ["COLLECTED", "GridFolder", "Status", "run_cells", "run_grid", "run_here"]
-
 COLLECTED = "value-propagation.safetensors"
 """File of a cell with collect_value_propagation."""
 

@@ -22,11 +22,6 @@ from alphatoken_lab.runner.grid import Grid
 from alphatoken_lab.runner.methods import START
 from alphatoken_lab.runner.records import Record, Row, records_csv, rows_of, with_costs
 
-__all__ = [
-    "Column", "Table", "best_two", "cost_table", "format_values", "markdown", "problem_table",
-    "quality_table", "setting_text", "to_csv", "to_html", "to_markdown", "write_results",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Column:
