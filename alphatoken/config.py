@@ -83,7 +83,12 @@ class ScorerConfig:
     """Options of the values. The defaults are the paper's: K = 3, W = 32, lambda = 1.5.
 
     ``alphatoken.estimate.captured`` says what each estimator contracts, and
-    ``alphatoken.model.choice`` how ``parameters`` are chosen.
+    ``alphatoken.model.choice`` how ``parameters`` are chosen; for "walk", which moves all that
+    trains, ``layers`` and ``parameters`` play no part. ``window`` None is no limit, 0 no causal
+    part. ``preconditioner`` may also be "kronecker", which is (K + mu)^-1 by the influence factors
+    handed to the scorer, or a mapping from parameter name to P; "full" is built anew for each
+    batch, because it contains the gradient that the step will see (``step_weights`` of
+    ``Scorer.score`` and ``Observed.values``).
 
     Raises:
         ConfigError: an unknown choice, or options that contradict each other.

@@ -41,7 +41,7 @@ from alphatoken.data.texts import (
 )
 from alphatoken.errors import DataError, short
 from alphatoken.model.batch import IGNORE
-from alphatoken.support.options import check_options, option
+from alphatoken.support.options import check_options, option, with_options_in_docstring
 
 NO_RESPONSE = "no response within the length"
 """Reason for which a row without response tokens is left out."""
@@ -53,6 +53,7 @@ _WITHOUT = (
 )
 
 
+@with_options_in_docstring
 @dataclass(frozen=True)
 class EncodeOptions:
     """Options for turning rows into tokens.

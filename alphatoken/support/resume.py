@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alphatoken.errors import AlphaTokenError, ConfigError, DataError, short
+from alphatoken.errors import AlphaTokenError, ConfigError, DataError
 
 SAMPLED_NUMBERS = 1024
 """Numbers of a tensor by which a resumed training run recognises it; reading all of them would take
@@ -176,9 +176,15 @@ def refuse_other_run(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None
 def describe_changes(changes: Changes) -> str:
     """Each change in words, with both values."""
     return "; ".join(
-        f"{name}: {short(repr(old), 200)} then, {short(repr(new), 200)} now"
+        f"{name}: {_both_ends(old)} then, {_both_ends(new)} now"
         for name, (old, new) in changes.items()
     )
+
+
+def _both_ends(value: Any) -> str:
+    # Two long lists may differ in their last entries alone.
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:100]} ... {text[-60:]}"
 
 
 def read_run(path: Path) -> dict[str, Any]:

@@ -140,7 +140,7 @@ CASE = make_case(("pprrr",), (("pprr",),), layers=2)
 SETUP = Setup(CASE, "all")
 
 
-@given(setups(), st.sampled_from(tuple(CAPTURED)), st.sampled_from(["diagonal", "kronecker", "data"]))
+@given(setups(), st.sampled_from([*CAPTURED]), st.sampled_from(["diagonal", "kronecker", "data"]))
 @budget(0.6)
 def test_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retention: str) -> None:
     """G from captured errors, V from parts, M gathered: as with whole weights.

@@ -163,10 +163,12 @@ class ValidationFirst(Standard):
         theta_0 -> theta_0'  by ``epochs`` of the validation rows,  then  w_t = 1  from theta_0'
 
     Values, references and warm-ups all learn from clean rows of the target. Where these may be
-    trained on, this is the plain way of using them. The first training is done once and kept; it
-    has the schedule of ``validation_schedule`` and, for the rest, the run's options, collator and
-    optimizer. Callbacks, trackers, evaluation and overrides of a trainer's subclass have no part in
-    it. The validation loss in the logs is then that of rows that were trained on.
+    trained on, this is the plain way of using them. The first training is done once and kept. It
+    has a schedule of its own, since the rows are few: a constant rate without warm-up, one
+    micro-batch a step, at least 24 steps where the rows allow. The run's other options, collator
+    and optimizer stay; callbacks, trackers, evaluation and overrides of a trainer's subclass have
+    no part in it. Mode "budget" keeps all tokens too. The validation loss in the logs is then that
+    of rows that were trained on.
 
     Args:
         settings: see ``PolicySettings``.

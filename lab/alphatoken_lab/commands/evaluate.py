@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alphatoken.cli.program import read_options
-from alphatoken.cli.recipes import find_recipe
 from alphatoken.errors import ConfigError
 from alphatoken.score.options import ColumnOptions, ModelOptions
 from alphatoken.support.options import option
@@ -211,14 +210,20 @@ def _measures(options: EvaluateOptions) -> Measures:
 
 def _file(path: str | None) -> dict[str, Any]:
     """Measures of a YAML file: the mapping itself, or what stands under ``measures`` in it."""
+    import yaml
+
     from alphatoken_lab.runner.grid_file import expand_variables
 
     if path is None:
         return {}
     if not Path(path).is_file():
         raise ConfigError("the file of --measures does not exist", got=path)
-    content = find_recipe(path).options
-    content = content.get("measures", content)
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError("the file of --measures is no YAML", got=f"{path}: {error}") from None
+    if isinstance(content, Mapping) and "measures" in content:
+        content = content["measures"]
     if not isinstance(content, Mapping):
         raise ConfigError("the file of --measures holds no mapping", got=path)
     return dict(expand_variables(dict(content), path))

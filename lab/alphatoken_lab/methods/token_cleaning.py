@@ -245,7 +245,11 @@ def _counts(folder: Path, made_of: Mapping[str, Any]) -> dict[str, int]:
         differing = [k for k in made_of if content["made_of"].get(k) != made_of[k]]
         counts = {name: int(content["trained_on"][name]) for name in ("tokens", "kept")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise DataError(f"the file '{file}' cannot be read", got=str(problem)) from problem
+        raise DataError(
+            f"the file '{file}' cannot be read",
+            got=f"{type(problem).__name__}: {problem}",
+            remedy=f"remove the folder '{folder}': the round is trained again",
+        ) from problem
     if differing:
         raise DataError(
             f"the finished round in '{folder}' is of a run with another {', '.join(differing)}",

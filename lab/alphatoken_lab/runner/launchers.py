@@ -20,7 +20,6 @@ from typing import Any, Literal
 from alphatoken.cli.recipes import accelerate_config
 from alphatoken.errors import ConfigError
 from alphatoken.support.options import option
-from alphatoken.support.storage import read_json
 
 PORT = "{port}"
 """Stands in a command for a port that no other cell of the grid has."""
@@ -258,9 +257,6 @@ class QueuedJob:
         """Leave the rest to the queue, where it was cancelled."""
 
 
-__all__ = ["CellOptions"]
-
-
 # --- a cell's process ---------------------------------------------------------------------------
 
 
@@ -305,6 +301,9 @@ def _parameters(text: str) -> dict[str, Any]:
 
 def cell_command(path: Path, processes: int = 1) -> list[str]:
     """Command of the cell in a folder: a process, or a launcher's if the cell has several."""
+    # A cell's own process ends with its parent before it loads torch, and help needs none at all.
+    from alphatoken.support.storage import read_json
+
     own = ["-m", "alphatoken_lab.commands", "compare", "--cell", str(path)]
     spec, count = read_json(path / "cell.json") or {}, str(processes)
     if processes == 1 or spec["kind"] != "train":
