@@ -545,6 +545,18 @@ def test_model_only_checkpoints_are_no_place_to_go_on_from(tmp_path: Path) -> No
         run.trainer().train(resume_from_checkpoint=str(run.out / "checkpoint-1"))
 
 
+def test_old_checkpoints_go_when_the_new_one_is_whole(tmp_path: Path) -> None:
+    options = {"save_total_limit": 2, "save_steps": 1, "max_steps": 5}
+    run = Run("plain", tmp_path, options=options)
+    trainer = run.trainer()
+    trainer.train()
+    assert steps(run) == [4, 5]
+    assert trainer.args.save_total_limit == 2
+    assert sorted(path.name for path in run.out.iterdir()) == [
+        "README.md", "alphatoken-run.json", "checkpoint-4", "checkpoint-5",
+    ]  # fmt: skip
+
+
 def test_best_checkpoint_stays_and_is_found(tmp_path: Path) -> None:
     options = {
         "save_total_limit": 1, "save_steps": 1, "max_steps": 4, "eval_strategy": "steps",

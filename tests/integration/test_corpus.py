@@ -26,6 +26,7 @@ from alphatoken.score import value_files
 from alphatoken.score.job import Corpus, draw_rows
 from tests.integration.small_world import World, flags, write_rows
 from tests.integration.test_cli import load, same
+from tests.places import nightly
 from tests.rows import jsonl
 
 QUERIES = ("5 plus 0 is 5 .", '{"prompt": "say : it", "response": "the last is d ."}')
@@ -261,14 +262,18 @@ def command(words: list[str], engine: str, out: Path) -> list[str]:
     return [sys.executable, *own, *(["--engine", "ray", "--workers", "2"] * (engine == "ray"))]
 
 
-@pytest.fixture(scope="module")
-def corpus(world: World, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Words that value many rows of the small world against two queries."""
+@pytest.fixture(scope="module", params=["queries", pytest.param("rows", marks=nightly)])
+def corpus(
+    request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory
+) -> list[str]:
+    """Words that value many rows of the small world against two queries, or validation rows."""
+    queries = [word for query in QUERIES for word in ("--query", query)]
+    rows = ["--validation_file", str(world / "validation.jsonl")]
     train = write_rows(tmp_path_factory.mktemp("corpus") / "train.jsonl", 120, seed=11)
     return [
         "score", "--model_name_or_path", str(world / "moved"), "--train_file", str(train),
         "--per_device_train_batch_size", "4", "--shard_size", "4", "--no_report",
-        "--keep_scope", "dataset", *(word for query in QUERIES for word in ("--query", query)),
+        "--keep_scope", "dataset", *(queries if request.param == "queries" else rows),
     ]  # fmt: skip
 
 
@@ -349,10 +354,16 @@ def test_killed_processes_lose_nothing(
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_rows(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("few", "many", "growth"),
+    [(500, 3_500, 1.03), pytest.param(2_000, 12_000, 1.1, marks=nightly)],
+)
+def test_memory_does_not_grow_with_the_rows(
+    world: World, tmp_path: Path, few: int, many: int, growth: float
+) -> None:
     """Peaks of few and of many rows, each in a process of its own."""
     peaks = {}
-    for count in (500, 3_500):
+    for count in (few, many):
         train = tmp_path / f"{count}.jsonl"
         with train.open("w") as file:
             for n in range(count):
@@ -379,4 +390,4 @@ def test_memory_does_not_grow_with_the_rows(world: World, tmp_path: Path) -> Non
         peaks[count] = int(run.stdout.split()[-1])
         summary = json.loads((tmp_path / f"out{count}" / "summary.json").read_text())
         assert summary["values"]["sequences"] == count
-    assert peaks[3_500] <= 1.03 * peaks[500], peaks
+    assert peaks[many] <= growth * peaks[few], peaks

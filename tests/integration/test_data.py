@@ -113,6 +113,10 @@ def test_field_names_limit_and_blank_lines(tmp_path: Path) -> None:
     assert [(r.prompt, r.response) for r in plain] == [("", "a"), ("", "c")]
     prompts = read_rows(path, fields=Fields(prompt="text", prompt_only=True))
     assert [(r.prompt, r.response) for r in prompts] == [("a", ""), ("c", "")]
+    chat_of_one = {"messages": [{"role": "user", "content": "hi"}]}
+    mixed = jsonl(tmp_path / "mixed.jsonl", [chat_of_one, {"prompt": "q", "response": "r"}])
+    prompts = read_rows(mixed, fields=Fields(prompt_only=True))
+    assert [(r.prompt, r.response) for r in prompts] == [("hi", ""), ("q", "r")]
     path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     assert read_rows(path)[0].prompt == "p"
 
@@ -124,6 +128,7 @@ PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("[1]\n" + GOOD, r"not an object.*t\.jsonl, line 1"),
         (GOOD + '{"prompt": "p", "resp\n', r"broken.*t\.jsonl, line 2, column 17.*--on_bad"),
         (GOOD + "[1, 2]\n", r"not an object.*t\.jsonl, line 2"),
         ('[{"prompt": "a", ', "broken JSON file"),

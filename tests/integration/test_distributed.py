@@ -43,13 +43,13 @@ JOBS: dict[str, tuple[str, ...]] = {
                "trainers.empty_global", "trainers.frozen_global", *POLICIES),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
             "trainers.sft_batch", "trainers.empty_batch", "trainers.full_batch",
-            *POLICIES),
+            "refusals.refusals", *POLICIES),
     "fsdp2": ("parts.parts", "values.values", "trainers.sft_global", "trainers.resumed",
-              "trainers.followed", "trainers.sft_bf16",
+              "trainers.followed", "refusals.refusals", "trainers.sft_bf16",
               "trainers.label_global", "trainers.own_weights", "trainers.lora_global",
               "trainers.frozen_global", "trainers.full_batch"),
     "zero2": ("trainers.sft_global",),
-    "zero3": ("parts.parts", "values.values", "trainers.dpo_global",
+    "zero3": ("parts.parts", "values.values", "trainers.dpo_global", "refusals.refusals",
               "trainers.masters", "trainers.experts_global", "trainers.empty_global"),
 }  # fmt: skip
 FURTHER: dict[str, tuple[str, ...]] = {
@@ -58,7 +58,7 @@ FURTHER: dict[str, tuple[str, ...]] = {
     "fsdp2": ("parts.selection", "trainers.dpo_global", "trainers.hybrid_global"),
     "zero1": ("trainers.sft_global", "trainers.sft_batch", "trainers.sft_bf16",
               "trainers.masters"),
-    "zero2": ("values.values", "trainers.dpo_global", "trainers.sft_bf16",
+    "zero2": ("values.values", "trainers.dpo_global", "refusals.refusals", "trainers.sft_bf16",
               "trainers.hybrid_global", "trainers.experts_global"),
     "zero3": ("parts.selection", "trainers.sft_global", "trainers.sft_batch",
               "trainers.lora_global", "trainers.resumed", "trainers.followed",
@@ -320,3 +320,22 @@ def test_masters_of_every_kind_of_run(runs: Callable[[str], Ranks], layout: str)
         assert logged[0]["alpha/balance"] == 0
         for found, entry in zip(logged[:3], wanted[:3], strict=True):
             assert found["alpha/balance"] == pytest.approx(entry["alpha/balance"], rel=0.02), kind
+
+
+SAYS = {
+    "ddp": ["static_graph"],
+    "fsdp2": ["mixed precision", "preconditioner='full'"],
+    "zero2": ["preconditioner='full'"],
+    "zero3": ["preconditioner='frozen'"],
+}
+
+
+@with_job("refusals")
+def test_refused_by_name(runs: Callable[[str], Ranks], layout: str) -> None:
+    for rank in runs(layout):
+        said = list(rank["refusals"].values())
+        assert len(said) == len(SAYS[layout])
+        for message, name in zip(said, SAYS[layout], strict=True):
+            assert message.startswith("ConfigError: ")
+            assert name in message
+            assert "Remedy: " in message

@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -207,13 +208,25 @@ def test_python_on_a_page_compiles_and_imports_what_there_is(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", FIRST_PAGES)
-def test_the_lines_after_make_demo_call_what_its_environment_has(page: str) -> None:
+def test_a_bare_shell_has_what_the_lines_after_make_demo_call(page: str, tmp_path: Path) -> None:
     """``make demo`` leaves .venv; the next line makes python and alphatoken those of it."""
     commands = "".join(text for kind, text in blocks(page) if not kind)
     first, second, *others = filter(None, commands.replace("\\\n", " ").splitlines())
     assert first.startswith("make demo")
     assert second == "source .venv/bin/activate"
-    assert {line.split()[0] for line in others} <= {"python", "alphatoken", "alphatoken-lab"}
+    called = {line.split()[0] for line in others}
+    assert called <= {"python", "alphatoken", "alphatoken-lab"}
+    here = Path(sys.prefix)
+    if not (here / "bin/activate").is_file():
+        pytest.skip("these tests do not run in an environment with a script that enters it")
+    (tmp_path / ".venv").symlink_to(here)
+    script = f"{second}; command -v {' '.join(sorted(called))}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    places = {Path(line).name: Path(line).parent.resolve() for line in done.stdout.splitlines()}
+    assert places == dict.fromkeys(called, (here / "bin").resolve())
 
 
 def run_line(line: str, patch: pytest.MonkeyPatch) -> None:

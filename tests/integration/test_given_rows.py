@@ -147,8 +147,16 @@ def test_pairs_that_contradict_their_order_are_refused() -> None:
     bad = [{**_said("assistant", "3"), "is_correct": False}]
     scored = {"prompt": "1+1", "chosen": "2", "rejected": "3", "score_rejected": 2}
     for right, wrong, cause in (
-        ({"chosen": [ANSWER], "rejected": bad}, {"chosen": bad, "rejected": bad}, "'is_correct'"),
-        ({**scored, "score_chosen": 2}, {**scored, "score_chosen": 1}, "row 1: 'score_chosen' is"),
+        (
+            {"chosen": [ANSWER], "rejected": bad},
+            {"chosen": bad, "rejected": bad},
+            "turn that is marked.*'is_correct' is False",
+        ),
+        (
+            {**scored, "score_chosen": 2},
+            {**scored, "score_chosen": 1},
+            "'score_chosen' is 1, 'score_rejected' is 2",
+        ),
     ):
         rows = [{"prompt": TURNS[:1], **one} for one in (right, wrong)]
         assert len(read_pairs(rows[:1], "training", GIVEN)) == 1
@@ -595,7 +603,10 @@ def test_a_row_that_teaches_nothing_is_named(kind: str) -> None:
     read = read_pairs if "chosen" in usable else read_rows
     with pytest.raises(InputError, match=rf"1 of 2 mine rows.*{cause or 'is empty'} \(row 1\)"):
         read([usable, bad], "mine", GIVEN)
-    assert len(read(Dataset.from_list([usable]), "mine", GIVEN)) == 1
+    fine = Dataset.from_list([usable])
+    assert len(read(fine, "mine", GIVEN)) == 1
+    if kind == "an empty answer":  # nothing of it has to be written anew
+        assert read(fine, "mine", GIVEN) is fine
 
 
 def test_columns_that_are_not_there_are_named() -> None:

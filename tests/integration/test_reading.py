@@ -23,7 +23,6 @@ from alphatoken.data import (
     row_of,
     split_pools,
 )
-from alphatoken.data.messages import CHANGING
 from alphatoken.data.source import find_source
 from alphatoken.errors import AlphaTokenError, ColumnsError, DataError
 from alphatoken.score.job import Corpus, draw_rows
@@ -38,6 +37,16 @@ ABOUT = ("title", "url", "source", "author", "date", "time", "timestamp", "creat
 
 
 # --- columns --------------------------------------------------------------------------------------
+
+
+def last_text(record: Any) -> str:
+    """What a reader takes for the answer: of a conversation the last turn's text."""
+    names = ("output", "response", "completion", "answer", "text", "messages", "conversations")
+    by_name = record if isinstance(record, dict) else {}
+    text = next((by_name[name] for name in names if by_name.get(name)), None)
+    if isinstance(text, list):
+        return text[-1].get("value") or text[-1]["content"]
+    return str(text)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +95,8 @@ def test_columns_with_a_plain_meaning_are_served(
     row = row_of(record, 0, "here")
     assert " ".join(turn.role for turn in row.turns) == roles
     assert row.prompt == prompt
+    # The last text that a record of this table has is what is learned last.
+    assert row.turns[-1].text == last_text(record)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +128,14 @@ def test_what_would_be_lost_is_refused_and_the_remedy_works(
     assert row_of(record, 0, "here", Fields(**way_on)).turns
 
 
-@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "input", "context", "system", "system_prompt", "system_message", "tools", "documents",
+        "chat_template_kwargs", "history", "functions", "function_call", "tool_calls", "image",
+        "images", "audio", "audios", "video", "videos",
+    ],
+)  # fmt: skip
 def test_no_column_that_changes_the_conversation_is_lost_beside_a_plain_text(name: str) -> None:
     row_of({"text": "A story.", name: []}, 0, "here")
     with pytest.raises(DataError, match=name):

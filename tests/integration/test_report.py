@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from alphatoken.errors import DataError
 from alphatoken.score import (
     ScoredExample,
     read_values,
@@ -96,6 +97,10 @@ def test_every_row_is_in_the_sample_with_the_same_chance() -> None:
         assert rows == sorted(rows)
         times[rows] += 1
     assert times.sum() == 2 * 600
+    first, again, other = (
+        [e.row for e in summarise(many(60, 3), sample=10, seed=seed).sample] for seed in (0, 0, 5)
+    )
+    assert first == again != other
     assert float(np.abs(times - 200).max()) < 5 * (200 * 2 / 3) ** 0.5
 
 
@@ -173,6 +178,20 @@ def test_page_of_hundreds_of_sequences_stays_small(tmp_path: Path) -> None:
     path = write_report(tmp_path / "r.html", summary)
     assert path.stat().st_size < 1_500_000
     assert f"of {summary.sequences} sequences are shown" in path.read_text(encoding="utf-8")
+
+
+def test_old_page_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_report(tmp_path / "r.html", summarise(many(3)))
+    before = path.read_bytes()
+
+    def full(self: Path, *_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        write_report(path, summarise(many(4)))
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
 
 # --- the page in a browser ------------------------------------------------------------------------

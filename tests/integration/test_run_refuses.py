@@ -44,10 +44,14 @@ from tests.integration.tiny_training import (
 VALUED = ["--validation_rows", "4", "--validation_batch_size", "2", "--retention", "none"]
 
 COMMANDS: dict[str, tuple[str, list[str], str]] = {
-    "no file": ("sft", ["--train_file", "nowhere.jsonl"], "train_file"),
-    "no validation file": ("sft", ["--validation_file", "no.jsonl"], "validation_file"),
-    "no Fisher file": ("sft", ["--fisher_file", "no.safetensors"], "fisher_file"),
-    "no template": ("sft", ["--chat_template_path", "no.jinja"], "chat_template_path"),
+    "no file": ("sft", ["--train_file", "nowhere.jsonl"], "train_file does not exist"),
+    "no validation file": (
+        "sft", ["--validation_file", "no.jsonl"], "validation_file does not exist"
+    ),
+    "no Fisher file": ("sft", ["--fisher_file", "no.safetensors"], "fisher_file does not exist"),
+    "no template": (
+        "sft", ["--chat_template_path", "no.jinja"], "chat_template_path does not exist"
+    ),
     "a full folder": ("sft", ["--output_dir", "full"], "output folder is not empty"),
     "a file for a folder": ("sft", ["--output_dir", "rows.jsonl"], "output_dir is a file"),
     "two sources": ("sft", ["--dataset_name", "a/b"], "train_file and dataset_name"),
@@ -57,16 +61,16 @@ COMMANDS: dict[str, tuple[str, list[str], str]] = {
     "too many prompts": (
         "sft", ["--retention", "diagonal", "--fisher_prompts", "99"], "prompts cannot be drawn",
     ),
-    "no validation rows": ("sft", ["--validation_rows", "0"], "validation dataset"),
+    "no validation rows": ("sft", ["--validation_rows", "0"], "values need a validation dataset"),
     "no retention rows": ("sft", ["--retention", "data"], "retention_dataset="),
     "all held out": ("sft", ["--held_out_share", "0.9"], "held_out_share=0"),
     "no such layer": ("sft", ["--layers", "9"], "layers=9"),
     "the paper's pairs and TI-DPO": (
         "dpo", ["--policy", "ti-dpo", "--precompute_ref_log_probs", "true"],
-        "precompute_ref_log_probs",
+        "asks for the reference's log-probability of a token",
     ),
     "a loss for nothing": ("dpo", ["--policy", "ti-dpo", "--label_smoothing", "0.1"],
-                           "label_smoothing"),
+                           "which label_smoothing does not"),
     "two betas": ("dpo", ["--policy", "ti-dpo", "--beta", "0.3"], "beta of its own"),
     "a sum over pairs": ("dpo", ["--kept_normalization", "sum"], "kept_normalization='sum'"),
 }  # fmt: skip

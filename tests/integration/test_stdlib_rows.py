@@ -16,13 +16,16 @@ from alphatoken.data.stdlib import code_pairs, code_rows, main, text_rows, write
 from alphatoken.errors import ConfigError
 
 
-def test_no_two_functions_share_a_text() -> None:
-    rows, count = code_rows(300), 300
+@pytest.mark.parametrize(
+    ("count", "files"), [(300, 70), pytest.param(2000, 100, marks=pytest.mark.slow)]
+)
+def test_no_two_functions_share_a_text(count: int, files: int) -> None:
+    rows = code_rows(count)
     assert [row.index for row in rows] == list(range(count))
     keys = [key for row in rows for key in leak_keys(row)]
     assert len(keys) == len(set(keys)) == 2 * count
     assert len({row.response for row in rows}) == count
-    assert len({row.place.split(",")[0] for row in rows}) > 70
+    assert len({row.place.split(",")[0] for row in rows}) > files
 
 
 def test_prompt_and_response_are_one_function() -> None:

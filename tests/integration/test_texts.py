@@ -488,7 +488,9 @@ def test_text_that_is_not_learned_and_white_space_are_no_loss_and_are_said() -> 
     assert noted(chat("a", "b\n"), trims)[2] == []
 
 
-@pytest.mark.parametrize("name", THOUGHTS)
+@pytest.mark.parametrize(
+    "name", ["reasoning_content", "thinking", "reasoning", "thought", "thoughts"]
+)
 def test_a_thought_in_a_field_of_its_own_is_served_or_refused(name: str) -> None:
     record = {"question": "17 times 3?", name: THOUGHT, "answer": ANSWER}
     question = {"role": "user", "content": "17 times 3?"}

@@ -127,6 +127,24 @@ def test_the_model_alone_beside_others_is_the_one_before(three: Diagnosis):
     assert three.notes[0] == "Before: the model given."
 
 
+def test_all_models_lie_in_one_space(three: Diagnosis):
+    """A model that has not moved lies where the one before lies, and one that has does not."""
+    places = {
+        (r["model"], r["set"], r["probe"]): (r["x"], r["y"])
+        for r in three.figure("drift-map").data.records()
+    }
+    assert len(places) == 3 * 20
+    every = np.array(list(places.values()))
+    for one in ("first", "second"):
+        before, near, far = (
+            np.array([places[model, one, probe] for probe in range(10)])
+            for model in ("before", "near", "far")
+        )
+        apart = np.linalg.norm(near - before, axis=1).mean()
+        assert apart < 0.05 * every.std()
+        assert np.linalg.norm(far - before, axis=1).mean() > 5 * apart
+
+
 def test_the_space_is_fitted_once_a_set_on_every_model(monkeypatch: pytest.MonkeyPatch):
     seen: list[np.ndarray] = []
 

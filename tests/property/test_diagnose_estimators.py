@@ -247,3 +247,13 @@ def test_the_counted_parts_of_a_step() -> None:
     once = direction_flops(scorer)
     scorer.set_validation(subject.batches([*subject.validation, *subject.validation]))
     assert direction_flops(scorer) > 1.8 * once
+
+
+@pytest.mark.slow
+@nightly
+def test_layers_by_index_are_the_users_own() -> None:
+    subject = subject_of(
+        decoder_of(), tokens=60, batch_size=4, config=ScorerConfig(layers=[0, 2], window=None)
+    )
+    found = diagnostic.diagnose(subject, replace(QUICK, layers=(1,)))
+    assert {(r["K"], r["yours"]) for r in found.table("layers").records()} >= {(2, True)}

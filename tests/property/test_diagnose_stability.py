@@ -135,11 +135,11 @@ def columns_of(subject: Subject) -> Columns:
         ),
         (
             lambda: columns_of(small(config=ScorerConfig(layers=2, objective="stability"))),
-            ConfigError, "objective",
+            ConfigError, "linear in their gradients",
         ),
         (
             lambda: columns_of(small(config=ScorerConfig("walk", walk_steps=2))),
-            ConfigError, "estimator",
+            ConfigError, "a walk has no stability side",
         ),
     ],
 )  # fmt: skip

@@ -789,6 +789,25 @@ def test_values_of_a_mixture_are_derivatives(options: dict[str, Any], observed: 
         assert float((values.total - exact).abs().max() / exact.abs().max()) < 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_values_of_a_mixture_are_derivatives_on_many_batches(seed: int) -> None:
+    """A router's choice that moved weights change is rare: forty batches of eight models."""
+    model, validation = grouped(seed)
+    scorer = Scorer(model, [validation], config=ScorerConfig("label", parameters="all"))
+    m = scorer.direction.adaptation
+    for number in range(40):
+        batch = grouped(100 * seed + number)[1]
+        if seed % 2:
+            with scorer.observe() as watched:
+                logits = model(input_ids=batch["input_ids"]).logits
+                values = watched.values(logits, batch["labels"])
+        else:
+            values = scorer.score(batch)
+        exact = gradients.label_values(model, plain_forward(model), batch, m)
+        assert float((values.total - exact).abs().max() / exact.abs().max()) < 1e-4
+
+
 def test_differences_of_a_mixture_are_looked_at_token_by_token() -> None:
     """On each batch: where a router's choice changed between h and 2 h, they are refused.
 
