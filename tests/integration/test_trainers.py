@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ SMOOTH = {"label_smoothing": 0.1}
         pytest.param({"peft": True}, {"policy": DPO()}, marks=pytest.mark.slow),
         pytest.param({}, {"policy": OwnDPO()}, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=lambda value: re.sub(r"<.*?(\w+) object at 0x\w+>", r"\1", str(value)),
 )  # fmt: skip
 def test_ratio_one_equals_trl_dpo(
     tmp_path: Path, shared: dict[str, Any], own: dict[str, Any]
