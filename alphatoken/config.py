@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 class ErrorRule(NamedTuple):
     """The errors at the scored linears that an estimator contracts with M.
 
-    Attributes:
-        backward: "self", in which a position's use of the weights reaches its own loss alone (the
-            diagonal of Psi), or "ordinary" (its column sums).
-        propagation: how Value-Propagation carries the errors at the heads' outputs on to the
-            positions that they attended to, as the causal part: "" not at all, "per_head" by each
-            head's own attention, "mean" by their mean.
+    ``backward`` is "self", in which a position's use of the weights reaches its own loss alone (the
+    diagonal of Psi), or "ordinary" (its column sums). ``propagation`` says how Value-Propagation
+    carries the errors at the heads' outputs on to the positions that they attended to, as the
+    causal part: "" not at all, "per_head" by each head's own attention, "mean" by their mean.
     """
 
     backward: str

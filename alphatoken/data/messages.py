@@ -33,10 +33,10 @@ CHANGING = (
     "image_url", "image_urls", "image_path", "img", "audio", "audios", "audio_path", "video",
     "videos", "video_path", "files", "attachments",
 )  # fmt: skip
-"""Columns, and fields of messages, that change the conversation: read, or the row is refused."""
+"""Columns, and fields of messages, that change the conversation; read, or the row is refused."""
 
 TRL_RESPONSES = ("completion", "chosen", "rejected")
-"""Columns of which TRL learns all, whoever says it: a completion's mask is 1 from end to end."""
+"""Columns of which TRL learns all, whoever says it; a completion's mask is 1 from end to end."""
 TRL_CHATS = ("prompt", *TRL_RESPONSES, *CHATS)
 """Columns in which TRL reads messages."""
 
