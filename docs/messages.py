@@ -38,7 +38,6 @@ ROOMS = {
     "runner": "Grids of the lab",
     "score": "Values of a corpus: files and pages",
     "scorer": "The scorer",
-    "scoring": "A forward that is valued",
     "select": "Selection, weights and losses",
     "support": "Files, memory and numbers",
     "train": "Trainers",
