@@ -100,8 +100,16 @@ def test_values_are_differences_of_whole_runs(optimizer: str, clip: float | None
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+# At steps ten times as wide the fifth derivative along the run takes 0.3 % of the slope.
+CURVED = make_case(
+    ("ppprr",), (("pr",),), direction_seed=0, vocabulary=3, layers=1, hidden=4, heads=1,
+    kv_heads=1, head_dim=1, mlp="plain", mlp_width=3, norm="none", positions="none",
+)  # fmt: skip
+
+
 @given(setups().filter(smooth), sampled_from(["adamw", "sgd"]), booleans(), integers(0, 999))
 @example(Setup(TIED), "adamw", True, 0)
+@example(Setup(CURVED), "adamw", False, 0)
 @budget(0.03)
 def test_values_of_every_decoder_are_differences(
     setup: Setup, optimizer: str, clipped: bool, seed: int
@@ -118,7 +126,7 @@ def test_values_of_every_decoder_are_differences(
         drawn(run, seed),
     )
     scale = inner(values, values) ** 0.5 + 1e-4
-    close(inner(values, along), slope(setup, model, run, along, 1e-3), scale, 1e-5, name="slope")
+    close(inner(values, along), slope(setup, model, run, along, 1e-4), scale, 1e-5, name="slope")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
