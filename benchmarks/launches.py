@@ -18,7 +18,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,6 +153,11 @@ def rows(count: int, seed: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "labels": [-100] * prompt + row[prompt:]} for row in ids]
 
 
+def tensors(examples: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
+    """A batch of rows of one length."""
+    return {name: torch.tensor([row[name] for row in examples]) for name in examples[0]}
+
+
 def training_step(options: Mapping[str, Any] | None) -> Launches:
     """Counts of one step of TRL's trainer (None), or of ours with these options."""
     from datasets import Dataset
@@ -211,12 +216,9 @@ def observed_step(options: Mapping[str, Any] | None) -> Launches:
     The direction is at hand, as in a loop that keeps it for several steps.
     """
     decoder_, counts = model().train(), Launches()
-    batch = {name: torch.tensor([row[name] for row in rows(ROWS, 0)]) for name in rows(1, 0)[0]}
+    batch, validation = (tensors(rows(ROWS, seed)) for seed in (0, 1))
     labels = batch.pop("labels")
     everything = torch.ones_like(labels, dtype=torch.bool)
-    validation = {
-        name: torch.tensor([row[name] for row in rows(ROWS, 1)]) for name in rows(1, 1)[0]
-    }
     scorer = (
         None if options is None else Scorer(decoder_, validation, config=ScorerConfig(**options))
     )

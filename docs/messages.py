@@ -45,13 +45,6 @@ ROOMS = {
 }
 """Heading of each room of the package; a room without one ends in an error."""
 
-PASSED_ON = {
-    "data/encode.py": "error.what",
-    "cli/program.py": "message",
-}
-"""Messages that are written elsewhere: one of ours raised again, and argparse's own."""
-
-
 _SAID = "The message says what was found, and where."
 
 

@@ -88,9 +88,6 @@ def pair_of(
     fields = columns.present(fields)
     good = fields.chosen or columns.first(CHOSEN) or missing(columns, "chosen", CHOSEN)
     bad = fields.rejected or columns.first(REJECTED) or missing(columns, "rejected", REJECTED)
-    for kind, column in (("chosen", good), ("rejected", bad)):
-        if column in columns.null:  # a column that was named: an unnamed one is not found
-            missing(columns, kind, (column,))
     chosen, rejected = columns.take(good, "chosen"), columns.take(bad, "rejected")
     name = fields.prompt or columns.first((*PROMPTS, *CHATS))
     prompt = None if name is None else prompt_turns(columns, name)

@@ -70,7 +70,15 @@ class Columns:
         return replace(fields, **dict.fromkeys(absent))
 
     def take(self, name: str, role: str) -> Any:
-        """The column ``name``, read as ``role``; a DataError where there is none."""
+        """The column ``name``, read as ``role``; a DataError where there is none, or it is null."""
+        if name in self.null:
+            raise DataError(
+                f"the field {name!r} of the row is null",
+                got=f"{self.place} has {self}",
+                why="null counts as absent",
+                remedy="mend or drop the row, or have it passed over (--on_bad_rows skip; not in "
+                "evaluate and merge)",
+            )
         if name not in self._values:
             raise DataError(
                 f"the row has no field {name!r}",

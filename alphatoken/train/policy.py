@@ -29,7 +29,6 @@ from alphatoken.select.masks import keep_count, select_top
 from alphatoken.support.precision import refuse_first
 
 MODES = ("native", "budget")
-ROUNDINGS = ("floor", "ceil")
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from alphatoken.model import protocol
 from alphatoken.train.policies import policy
 from alphatoken.train.policy import PolicyBatch, PolicySettings
 from tests.integration import small_gpt, small_world
+from tests.integration.tiny_scorer import printed_by
 from tests.integration.tiny_training import made, weights
 from tests.property.strategies import make_batch
 
@@ -167,16 +166,6 @@ def changed_copy(folder: Path, *edits: tuple[str, str]) -> None:
         path.write_text(text.replace(target, block if line[0] == "=" else target + block), "utf-8")
 
 
-def run(folder: Path, *words: str) -> str:
-    """What a command prints in the copy."""
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_an_estimator_is_a_row_and_its_property(tmp_path: Path) -> None:
     property_file = "tests/property/test_path_heads.py"
     changed_copy(
@@ -188,7 +177,7 @@ def test_an_estimator_is_a_row_and_its_property(tmp_path: Path) -> None:
         ),
         (property_file, ""),
     )
-    assert "1 passed" in run(tmp_path, "-m", "pytest", "-q", property_file)
+    assert "1 passed" in printed_by("-m", "pytest", "-q", property_file, root=tmp_path)
     # Not the estimator beside it under another name.
     script = """
 from alphatoken import Scorer, ScorerConfig
@@ -198,7 +187,7 @@ values = {name: scorer.score(BATCH) for name, scorer in of.items()}
 assert values["path_heads"].adaptation_direct.equal(values["path"].adaptation)
 assert values["path_heads"].adaptation_causal.abs().max() > 0
 """
-    run(tmp_path, "-c", script)
+    printed_by("-c", script, root=tmp_path)
 
 
 def test_a_diagnostic_is_a_file_and_an_entry(tmp_path: Path) -> None:
@@ -212,7 +201,7 @@ def test_a_diagnostic_is_a_file_and_an_entry(tmp_path: Path) -> None:
     small_world.write_rows(tmp_path / "validation.jsonl", 4, seed=2)
     files = {"train": "train.jsonl", "validation": "validation.jsonl", "out": "result"}
     words = small_world.flags({"model": "model", **files})
-    run(tmp_path, "-m", "alphatoken.cli", "diagnose", "lengths", *words)
+    printed_by("-m", "alphatoken.cli", "diagnose", "lengths", *words, root=tmp_path)
     found = json.loads((tmp_path / "result/lengths/diagnosis.json").read_text("utf-8"))
     (row,) = found["tables"][0]["rows"]
     assert -1 <= row[0] <= 1

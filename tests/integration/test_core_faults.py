@@ -134,7 +134,7 @@ def test_a_warning_points_at_the_users_line_and_no_generator_is_touched() -> Non
         for estimator in ("alphatoken", "path", "label")
         for how, line in lines.items()
     ]
-    *found, last = printed_by(POINTED + UNTOUCHED).splitlines()
+    *found, last = printed_by("-c", POINTED + UNTOUCHED).splitlines()
     assert found == expected
     assert last == "no generator is touched"
 
@@ -564,4 +564,4 @@ print("equal")
 @nightly
 def test_label_observes_a_model_that_was_compiled_in_place() -> None:
     # By itself, because Dynamo cannot trace the checks of shapes that the tests put in.
-    assert printed_by(OBSERVED).endswith("equal\n")
+    assert printed_by("-c", OBSERVED).endswith("equal\n")

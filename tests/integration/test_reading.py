@@ -39,64 +39,54 @@ ABOUT = ("title", "url", "source", "author", "date", "time", "timestamp", "creat
 # --- columns --------------------------------------------------------------------------------------
 
 
-def last_text(record: Any) -> str:
-    """What a reader takes for the answer: of a conversation the last turn's text."""
-    names = ("output", "response", "completion", "answer", "text", "messages", "conversations")
-    by_name = record if isinstance(record, dict) else {}
-    text = next((by_name[name] for name in names if by_name.get(name)), None)
-    if isinstance(text, list):
-        return text[-1].get("value") or text[-1]["content"]
-    return str(text)
-
-
 @pytest.mark.parametrize(
-    ("record", "roles", "prompt"),
+    ("record", "roles", "prompt", "response"),
     [
-        (ASKED, "user assistant", "Name it.\na red fruit"),
-        ({"prompt": "p", "response": "r"}, "user assistant", "p"),
-        ({"instruction": "i", "input": "", "output": "o"}, "user assistant", "i"),
+        (ASKED, "user assistant", "Name it.\na red fruit", "cherry"),
+        ({"prompt": "p", "response": "r"}, "user assistant", "p", "r"),
+        ({"instruction": "i", "input": "", "output": "o"}, "user assistant", "i", "o"),
         ({"messages": [{"role": "system", "content": [{"type": "text", "text": "s"}]}, *SAID]},
-         "system user assistant", "s\nHi."),
+         "system user assistant", "s\nHi.", "Good day."),
         ({"conversations": [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"},
                             {"from": "human", "value": "h2"}, {"from": "gpt", "value": "g2"}]},
-         "user assistant user assistant", "h"),
+         "user assistant user assistant", "h", "g2"),
         ({"question": "Who?", "context": "Ada wrote it.", "answer": "Ada"},
-         "user assistant", "Who?\nAda wrote it."),
+         "user assistant", "Who?\nAda wrote it.", "Ada"),
         ({"system": "Be brief.", **ASKED}, "system user assistant",
-         "Be brief.\nName it.\na red fruit"),
+         "Be brief.\nName it.\na red fruit", "cherry"),
         ({"system_prompt": "Be brief.", "messages": SAID}, "system user assistant",
-         "Be brief.\nHi."),
-        ({"prompt": SAID[:1], "completion": SAID[1:]}, "user assistant", "Hi."),
-        ({"prompt": "Hi.", "completion": SAID[1:]}, "user assistant", "Hi."),
+         "Be brief.\nHi.", "Good day."),
+        ({"prompt": SAID[:1], "completion": SAID[1:]}, "user assistant", "Hi.", "Good day."),
+        ({"prompt": "Hi.", "completion": SAID[1:]}, "user assistant", "Hi.", "Good day."),
         ({"prompt": None, "question": "Who?", "response": None, "answer": "Ada", "text": None,
-          "messages": None}, "user assistant", "Who?"),
+          "messages": None}, "user assistant", "Who?", "Ada"),
         ({**ASKED, "prompt": "### Name it.\na red fruit\n### cherry"}, "user assistant",
-         "Name it.\na red fruit"),
+         "Name it.\na red fruit", "cherry"),
         ({"prompt": "Is cherry red?", "question": "Why?", "answer": "red"}, "user assistant",
-         "Is cherry red?"),
-        ({"prompt": None, "messages": None, "text": "A document."}, "assistant", ""),
-        ({"text": "A document.", "url": "a b", "id": "x-1", "label": 3}, "assistant", ""),
-        ({"text": "A story.", **dict.fromkeys(ABOUT, "of two words")}, "assistant", ""),
+         "Is cherry red?", "red"),
+        ({"prompt": None, "messages": None, "text": "A document."}, "assistant", "", "A document."),
+        ({"text": "A document.", "url": "a b", "id": "x-1", "label": 3}, "assistant", "",
+         "A document."),
+        ({"text": "A story.", **dict.fromkeys(ABOUT, "of two words")}, "assistant", "", "A story."),
         # A filled template, answer included, whatever white space is around it; or what is asked.
         ({"prompt": "### Who? ### Ada", "question": " Who?\n", "answer": "Ada\n"},
-         "user assistant", " Who?\n"),
+         "user assistant", " Who?\n", "Ada\n"),
         ({"prompt": "Answer briefly. Who?", "question": " Who?\n", "answer": "Ada\n"},
-         "user assistant", "Answer briefly. Who?"),
-        ({"prompt": "Hi.", "completion": SAID}, "user assistant", "Hi."),
-        ({"prompt": SAID[:1], "completion": SAID}, "user assistant", "Hi."),
+         "user assistant", "Answer briefly. Who?", "Ada\n"),
+        ({"prompt": "Hi.", "completion": SAID}, "user assistant", "Hi.", "Good day."),
+        ({"prompt": SAID[:1], "completion": SAID}, "user assistant", "Hi.", "Good day."),
         ({"messages": [{"role": "developer", "content": "Be brief.", "tool_calls": None},
                        {"role": None, "content": None, "from": "gpt", "value": "Yes."}]},
-         "system assistant", "Be brief."),
+         "system assistant", "Be brief.", "Yes."),
     ],
 )  # fmt: skip
 def test_columns_with_a_plain_meaning_are_served(
-    record: dict[str, Any], roles: str, prompt: str
+    record: dict[str, Any], roles: str, prompt: str, response: str
 ) -> None:
     row = row_of(record, 0, "here")
     assert " ".join(turn.role for turn in row.turns) == roles
     assert row.prompt == prompt
-    # The last text that a record of this table has is what is learned last.
-    assert row.turns[-1].text == last_text(record)
+    assert row.turns[-1].text == response
 
 
 @pytest.mark.parametrize(
@@ -148,7 +138,11 @@ def test_named_columns_may_be_absent_from_held_out_rows() -> None:
     assert row_of({"prompt": "a", "response": "b"}, 0, "here", fields).response == "b"
     with pytest.raises(DataError, match="no field 'text'"):
         row_of({"prompt": "a", "response": "b"}, 0, "here", Fields("text", "code"))
+    with pytest.raises(DataError, match="field 'code' of the row is null.*--on_bad_rows skip"):
+        row_of({"text": "a", "code": None}, 0, "here", Fields("text", "code"))
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(DataError, match="field 'good' of the row is null"):
+        pair_of({**pair, "good": None}, 0, "here", Fields(chosen="good"))
     assert pair_of(pair, 0, "here", Fields(chosen="good", optional=True)).chosen[0].text == "b"
 
 

@@ -54,12 +54,14 @@ def observed_values(scorer: Scorer, batch: dict[str, Tensor] = BATCH) -> Tensor:
         return observed.values(logits, batch["labels"]).total
 
 
-def printed_by(script: str) -> str:
-    """What a process of its own prints: without the run-time type checks of pytest."""
-    root = Path(__file__).parents[2]
+def printed_by(*words: str, root: Path = Path(__file__).parents[2]) -> str:
+    """What Python prints in a process of its own: without the run-time type checks of pytest.
+
+    ``words`` are its arguments ("-c", script), ``root`` is the folder of the package.
+    """
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, env=environment, capture_output=True, text=True
+        [sys.executable, *words], cwd=root, env=environment, capture_output=True, text=True
     )
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
