@@ -241,7 +241,8 @@ def observed_step(options: Mapping[str, Any] | None) -> Launches:
     return counts
 
 
-LABEL_ALL = {"estimator": "label", "parameters": "all", "layers": "all", "derivative": "one_sided"}
+LABEL_ALL = {"estimator": "label", "parameters": "all", "layers": "all"}
+"""Beside a forward that the loop itself runs, its derivative is one-sided by default."""
 
 STEPS: dict[str, tuple[str, Callable[[], Launches]]] = {
     "trl": ("TRL's SFTTrainer", lambda: training_step(None)),
@@ -249,7 +250,7 @@ STEPS: dict[str, tuple[str, Callable[[], Launches]]] = {
         "ours, every token, nothing exported",
         lambda: training_step({"policy": "all", "export_values": False}),
     ),
-    "top": ("ours, top, K = 3, 32 validation rows", lambda: training_step({})),
+    "top": ("ours, top, K = 3, 32 rows of G by 2", lambda: training_step({})),
     "label": ("ours, label over all parameters", lambda: training_step(LABEL_ALL)),
     "walk": ("ours, walk (the walk itself not in)", lambda: training_step({"estimator": "walk"})),
     "loop": ("a plain loop", lambda: observed_step(None)),
