@@ -14,16 +14,18 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from alphatoken.errors import InputError, UnsupportedError, require_choice
 from alphatoken.model.vocabulary import chosen_losses
+from alphatoken.support.devices import on_host
 from alphatoken.support.precision import refuse_first, wide
 
 IGNORE = -100
@@ -47,6 +49,51 @@ def label_mask(labels: Int[Tensor, "b t"]) -> Bool[Tensor, "b t"]:
     return mask
 
 
+_PLACES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Labels to (their version, places of their response tokens, the least and the largest label)."""
+
+
+def response_places(labels: Int[Tensor, "b t"]) -> Int[Tensor, " n"]:
+    """Indices of the response tokens in the flattened labels, in order.
+
+    They are looked for once for each tensor of labels, because their number is waited for.
+    """
+    return _places_and_bounds(labels, bounds=False)[0]
+
+
+def has_response(labels: Int[Tensor, "b t"]) -> bool:
+    """Whether any token is a response token; waits as ``response_places`` does."""
+    return len(response_places(labels)) > 0
+
+
+def _places_and_bounds(
+    labels: Tensor, *, bounds: bool, read: Sequence[int] | None = None
+) -> tuple[Tensor, tuple[int, int] | None]:
+    """Places, and the least and largest label; ``read``: their number and these, where known."""
+    if labels.is_inference():  # has no version: what is written to it would not be noticed
+        places = label_mask(labels).flatten().nonzero().squeeze(-1)
+        return places, _bounds(labels, places) if bounds else None
+    version, places, extremes = _PLACES.get(labels, (None, None, None))
+    if version != labels._version or places is None:
+        mask, extremes = label_mask(labels).flatten(), None
+        if read is None or on_host(labels):
+            places = mask.nonzero().squeeze(-1)
+        else:  # of known number, so that nothing waits: True comes first, each in order
+            places = mask.to(torch.uint8).argsort(descending=True, stable=True)[: read[0]]
+        extremes = None if read is None else (read[1], read[2])
+    if bounds and extremes is None:
+        extremes = _bounds(labels, places)
+    _PLACES[labels] = labels._version, places, extremes
+    return places, extremes
+
+
+def _bounds(labels: Tensor, places: Tensor) -> tuple[int, int]:
+    if not len(places):
+        return 0, 0
+    least, largest = torch.stack(labels.flatten()[places].aminmax()).tolist()
+    return int(least), int(largest)
+
+
 def predicted_labels(
     labels: Int[Tensor, "b t"], attention_mask: Tensor | None, role: str = "batch"
 ) -> Int[Tensor, "b t"]:
@@ -60,11 +107,8 @@ def predicted_labels(
     Raises:
         InputError: a label of padding itself, ``attention_mask[:, i] == 0``.
     """
-    if attention_mask is None or attention_mask.shape != labels.shape:
-        return labels
-    padding = attention_mask.to(labels.device) == 0
-    on_padding = padding & (labels >= 0)  # another negative one is refused as no token
-    if bool(on_padding.any()):
+    predicted, on_padding = _off_padding(labels, attention_mask)
+    if on_padding is not None and bool(on_padding.any()):
         row, index = on_padding.nonzero()[0].tolist()
         raise InputError(
             f"a label of the {role} lies on padding",
@@ -75,8 +119,17 @@ def predicted_labels(
             remedy="labels.masked_fill(attention_mask == 0, -100); or a mask of 1 at a token that "
             "is to be learned, such as an end token that padding shares",
         )
+    return predicted
+
+
+def _off_padding(labels: Tensor, attention_mask: Any) -> tuple[Tensor, Tensor | None]:
+    """(``predicted_labels``, where a label lies on padding itself; None without a mask)."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != labels.shape:
+        return labels, None
+    padding = attention_mask.to(labels.device) == 0
     hidden = F.pad(padding[:, :-1], (1, 0), value=False)
-    return labels.masked_fill(hidden, IGNORE)
+    # Another negative label is refused as no token.
+    return labels.masked_fill(hidden, IGNORE), padding & (labels >= 0)
 
 
 def labels_of_all(
@@ -158,25 +211,24 @@ def by_prediction(
     Raises:
         InputError: a label that is no token of the vocabulary.
     """
-    mask = label_mask(labels)
+    tokens, bounds = _places_and_bounds(labels, bounds=True)
     # Checked first, since an index outside the vocabulary would stop the whole device.
-    _require_tokens(labels, mask, vocabulary, role)
+    if bounds is not None and not 0 <= bounds[0] <= bounds[1] < vocabulary:
+        raise _no_token(labels, vocabulary, role)
     # Token i is predicted at position i - 1, of the same row: index 0 is never in the mask.
-    tokens = mask.flatten().nonzero().squeeze(-1)
     chosen = losses_at(tokens - 1, labels.flatten()[tokens].long())
     return chosen.new_zeros(labels.numel()).index_put((tokens,), chosen).view(labels.shape)
 
 
-def _require_tokens(labels: Tensor, mask: Tensor, vocabulary: int, role: str) -> None:
-    bad = mask & ((labels < 0) | (labels >= vocabulary))
-    if bool(bad.any()):
-        row, index = bad.nonzero()[0].tolist()
-        raise InputError(
-            f"a label of the {role} is no token of the vocabulary",
-            got=f"{int(labels[row, index])} at row {row}, token {index}; {vocabulary} tokens",
-            why="there is no such prediction to take the loss of",
-            remedy="labels are token ids, and -100 where nothing is learned",
-        )
+def _no_token(labels: Tensor, vocabulary: int, role: str) -> InputError:
+    bad = label_mask(labels) & ((labels < 0) | (labels >= vocabulary))
+    row, index = bad.nonzero()[0].tolist()
+    return InputError(
+        f"a label of the {role} is no token of the vocabulary",
+        got=f"{int(labels[row, index])} at row {row}, token {index}; {vocabulary} tokens",
+        why="there is no such prediction to take the loss of",
+        remedy="labels are token ids, and -100 where nothing is learned",
+    )
 
 
 @dataclass(frozen=True)
@@ -196,7 +248,7 @@ class LabelledBatch:
     @property
     def response_tokens(self) -> int:
         """How many tokens of all rows are responses."""
-        return int(self.mask.sum())
+        return len(response_places(self.labels))
 
     @property
     def positions(self) -> int:
@@ -206,7 +258,7 @@ class LabelledBatch:
             return int((attention != 0).sum())
         return self.labels.numel()
 
-    @property
+    @cached_property
     def document_starts(self) -> Tensor | None:
         """(b, t) True at the first token of each packed document; None if nothing is packed.
 
@@ -214,20 +266,30 @@ class LabelledBatch:
         ``attention_mask`` change that numbers them, between two real tokens. (From padding to the
         first token positions need not continue either.)
         """
-        # Read from the positions too, because packed rows often come without any mask.
-        position_ids = self.inputs.get("position_ids")
-        starts = torch.zeros_like(self.labels[:, 1:], dtype=torch.bool)
-        if isinstance(position_ids, Tensor) and position_ids.dim() == 2:
-            starts = starts | (position_ids[:, 1:] != position_ids[:, :-1] + 1).to(starts.device)
-        attention = self.inputs.get("attention_mask")
-        if isinstance(attention, Tensor) and attention.shape == self.labels.shape:
-            attention = attention.to(starts.device)
-            starts = starts | (attention[:, 1:] != attention[:, :-1])
-            starts = starts & (attention[:, 1:] != 0) & (attention[:, :-1] != 0)
-        if not bool(starts.any()):
+        starts = _starts(self.inputs, self.labels)
+        if starts is None or not bool(starts.any()):
             return None
-        # ``position_ids`` may have one row for all rows of the batch.
-        return F.pad(starts, (1, 0), value=True).expand_as(self.labels)
+        return _of_every_row(starts, self.labels)
+
+
+def _starts(inputs: Mapping[str, Any], labels: Tensor) -> Tensor | None:
+    """(b or 1, t - 1) True where a document starts after the first token; None if none can."""
+    # Read from the positions too, because packed rows often come without any mask.
+    position_ids, attention = inputs.get("position_ids"), inputs.get("attention_mask")
+    starts: Tensor | None = None
+    if isinstance(position_ids, Tensor) and position_ids.dim() == 2:
+        starts = (position_ids[:, 1:] != position_ids[:, :-1] + 1).to(labels.device)
+    if isinstance(attention, Tensor) and attention.shape == labels.shape:
+        attention = attention.to(labels.device)
+        changes = attention[:, 1:] != attention[:, :-1]
+        starts = changes if starts is None else starts | changes
+        starts = starts & (attention[:, 1:] != 0) & (attention[:, :-1] != 0)
+    return starts
+
+
+def _of_every_row(starts: Tensor, labels: Tensor) -> Tensor:
+    # ``position_ids`` may have one row for all rows of the batch.
+    return F.pad(starts, (1, 0), value=True).expand_as(labels)
 
 
 def _longest(batch: Mapping[str, Any]) -> int:
@@ -288,6 +350,59 @@ def read_batch(
             why="embeddings are looked up by no other",
             remedy="cast to int64",
         )
+    result, refused = _read_numbers(batch, max_length, embedding_rows(model))
+    if refused:
+        _refuse_numbers(batch, max_length, role, model)
+    _require_no_other_labels(batch, role, model)
+    return result
+
+
+def _read_numbers(
+    batch: Mapping[str, Any], max_length: int | None, rows: int | None
+) -> tuple[LabelledBatch, bool]:
+    """The batch, and whether ``_refuse_numbers`` refuses it. Waits for the device once.
+
+    Args:
+        batch: whose tensors have the right shapes and dtypes.
+        max_length: longest sequence that the model allows.
+        rows: of the model's embedding, where they are known.
+    """
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    attention, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
+    labels, on_padding = _off_padding(batch["labels"].long(), attention)
+    result = LabelledBatch(inputs, labels, label_mask(labels))
+    starts, of_response = _starts(inputs, labels), labels.masked_fill(~result.mask, 0)
+    bad = [on_padding, _outside(batch["input_ids"], rows), _unmeant(attention)]
+    if starts is not None:
+        bad.append(starts & result.mask[:, 1:])
+    longest, length = None, labels.shape[1]
+    if isinstance(position_ids, Tensor) and position_ids.dim() == 2 and length > 0:
+        longest = position_ids.max()
+    if not labels.numel():
+        return result, True
+    numbers = [result.mask.sum(), *of_response.aminmax()]
+    numbers += [longest] if longest is not None else []
+    numbers += [one.any() for one in (starts, *bad) if one is not None]
+    # Each number that is read alone waits for the device.
+    together = torch.stack([number.to(labels) for number in numbers])
+    count, least, largest, *others = (int(number) for number in together.tolist())
+    if longest is not None:
+        length, *others = others[0] + 1, *others[1:]
+    packed = False
+    if starts is not None:
+        packed, *others = bool(others[0]), *others[1:]
+    _places_and_bounds(labels, bounds=False, read=(count, least, largest))
+    vars(result)["document_starts"] = (  # which would read again whether there is one
+        _of_every_row(starts, labels) if packed and starts is not None else None
+    )
+    too_long = max_length is not None and length > max_length
+    return result, count == 0 or too_long or any(others)
+
+
+def _refuse_numbers(
+    batch: Mapping[str, Any], max_length: int | None, role: str, model: Any
+) -> None:
+    """Raise for the first of a batch's numbers that is refused, naming its place."""
     if max_length is not None and (length := _longest(batch)) > max_length:
         raise InputError(
             f"a sequence of the {role} is longer than the model allows",
@@ -296,10 +411,10 @@ def read_batch(
             remedy="truncate, or split the conversation",
         )
     if model is not None:
-        require_rows(input_ids, model, f"the {role}")
+        require_rows(batch["input_ids"], model, f"the {role}")
     _require_mask(batch.get("attention_mask"), role)
     _require_no_other_labels(batch, role, model)
-    labels = predicted_labels(labels.long(), batch.get("attention_mask"), role)
+    labels = predicted_labels(batch["labels"].long(), batch.get("attention_mask"), role)
     mask = label_mask(labels)
     if not bool(mask.any()):
         raise InputError(
@@ -308,8 +423,7 @@ def read_batch(
             why="there is nothing to value, and means would divide by zero",
             remedy="check the prompt/response split and truncation",
         )
-    result = LabelledBatch({k: v for k, v in batch.items() if k != "labels"}, labels, mask)
-    starts = result.document_starts
+    starts = LabelledBatch(dict(batch), labels, mask).document_starts
     if starts is not None and bool((starts & mask).any()):
         row, index = (starts & mask).nonzero()[0].tolist()
         raise InputError(
@@ -318,14 +432,25 @@ def read_batch(
             why="it would be predicted from the last token of another document",
             remedy="set labels to -100 at the first token of each document",
         )
-    return result
+
+
+def _unmeant(mask: Any) -> Tensor | None:
+    """Where a two-dimensional mask is neither 0 nor a whole number from 1 on."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype == torch.bool:
+        return None
+    return (mask < 0) | (mask != mask.round()) if mask.is_floating_point() else mask < 0
+
+
+def _outside(ids: Tensor, rows: int | None) -> Tensor | None:
+    """Where an id has no row in an embedding of ``rows``."""
+    if rows is None or ids.dtype.is_floating_point or not ids.numel():
+        return None
+    return (ids < 0) | (ids >= rows)
 
 
 def _require_mask(mask: Any, role: str) -> None:
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype == torch.bool:
-        return
-    bad = (mask < 0) | (mask != mask.round() if mask.is_floating_point() else mask < 0)
-    if bool(bad.any()):
+    bad = _unmeant(mask)
+    if bad is not None and bool(bad.any()):
         raise InputError(
             f"a two-dimensional attention_mask of the {role} says nothing of its tokens",
             got=f"a {float(mask[bad][0]):g} in it",
@@ -520,10 +645,8 @@ def require_rows(ids: Tensor, model: Any, what: str) -> None:
     # A token that was added to a tokenizer and not to the model: on a CPU its look-up raises a bare
     # IndexError, on a GPU it stops the device.
     rows = embedding_rows(model)
-    if rows is None or ids.dtype.is_floating_point or not ids.numel():
-        return
-    bad = (ids < 0) | (ids >= rows)
-    if bool(bad.any()):
+    bad = _outside(ids, rows)
+    if bad is not None and bool(bad.any()):
         place = bad.nonzero()[0].tolist()
         names = ("row", "token")[-len(place) :]
         where = ", ".join(f"{name} {i}" for name, i in zip(names, place, strict=True))

@@ -26,9 +26,11 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.support.devices import on_host
 from alphatoken.support.precision import full_precision, wide
 
-_WORKSPACE = 2**22  # numbers of one block of logits
+# Numbers of one block of logits: in a processor's caches, and as an accelerator is filled by.
+_WORKSPACE, _WORKSPACE_OF_ACCELERATOR = 2**22, 2**27
 _ROWS = 4096  # predictions of one block; each block of rows reads the whole of W once
 
 
@@ -63,7 +65,8 @@ class _Predictions:
 
     def columns(self) -> Iterator[slice]:
         vocabulary = len(self.weight)
-        size = max(1, _WORKSPACE // max(1, len(self.targets)))
+        workspace = _WORKSPACE if on_host(self.targets) else _WORKSPACE_OF_ACCELERATOR
+        size = max(1, workspace // max(1, len(self.targets)))
         for start in range(0, vocabulary, size):
             yield slice(start, min(start + size, vocabulary))
 
@@ -80,10 +83,11 @@ class _Predictions:
         return F.linear(hidden, weight, bias).to(self.dtype)
 
     def target_in(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """(predictions whose target lies in these columns, its place among them)."""
-        within = (self.targets >= columns.start) & (self.targets < columns.stop)
-        rows = within.nonzero().squeeze(-1)
-        return rows, self.targets[rows] - columns.start
+        """(whether a prediction's target lies in these columns (n, 1), its place or some place)."""
+        # Of all predictions, since the number of those inside could only be waited for.
+        places = (self.targets - columns.start).unsqueeze(-1)
+        size = columns.stop - columns.start
+        return (places >= 0) & (places < size), places.clamp(0, size - 1)
 
 
 def head_losses(
@@ -160,22 +164,22 @@ class _OnlineSoftmax:
         self.total, self.chosen = (torch.zeros_like(self._highest) for _ in range(2))
 
     def blocks(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor], Tensor, Tensor]]:
-        """(columns, where targets lie in them, shrink (n,), exponentials (n, v)) of each block.
+        """(columns, targets as of ``target_in``, shrink (n,), exponentials (n, v)) of each block.
 
         The block is in ``total`` and ``chosen`` by then. Whoever sums over the vocabulary as well
         multiplies the sum so far by ``shrink``, and adds what the exponentials weigh.
         """
         for columns in self._predictions.columns():
             z = self._predictions.block(columns)
-            rows, places = self._predictions.target_in(columns)
-            self.chosen[rows] = z[rows, places]
+            within, places = self._predictions.target_in(columns)
+            self.chosen = torch.where(within, z.gather(-1, places), self.chosen[:, None])[:, 0]
             before, self._highest = self._highest, torch.maximum(self._highest, z.amax(-1))
             # Some models set logits of unused tokens to -inf; -inf - -inf would be NaN.
             reference = self._highest.masked_fill(self._highest == -torch.inf, 0.0)
             shrink = torch.exp(before - reference)
             z.sub_(reference.unsqueeze(-1)).exp_()
             self.total.mul_(shrink).add_(z.sum(-1))
-            yield columns, (rows, places), shrink, z
+            yield columns, (within, places), shrink, z
 
     @property
     def lse(self) -> Tensor:
@@ -265,17 +269,19 @@ class _AtWeight(torch.autograd.Function):
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, targets, lse, logits, rows = ctx.saved_tensors
         predictions = _Predictions(hidden, weight.detach(), bias, targets, logits, rows)
-        # What no loss weighs costs nothing; under selection that is most of a batch.
-        used = weights.nonzero().squeeze(-1)
-        predictions, weights, lse = predictions.chosen(used), weights[used], lse[used]
+        # What no loss weighs costs nothing; under selection that is most of a batch. An accelerator
+        # would be waited for in the midst of the backward to learn which.
+        if on_host(weights):
+            used = weights.nonzero().squeeze(-1)
+            predictions, weights, lse = predictions.chosen(used), weights[used], lse[used]
         of_weight = weight.new_zeros(weight.shape, dtype=predictions.dtype, requires_grad=False)
         of_bias = of_weight.new_zeros(len(weight))
         for block, part in predictions.in_rows():
             c = weights[block].to(predictions.dtype).unsqueeze(-1)
             for columns in part.columns():
                 p = torch.exp(part.block(columns).sub_(lse[block].unsqueeze(-1))).mul_(c)
-                at, places = part.target_in(columns)
-                p[at, places] -= c[at, 0]
+                within, places = part.target_in(columns)
+                p.scatter_(-1, places, p.gather(-1, places) - torch.where(within, c, 0.0))
                 _add_product(of_weight[columns], p.mT, part.hidden)
                 of_bias[columns] += p.sum(0)
         whole = of_weight.to(weight.dtype) if ctx.needs_input_grad[0] else None
@@ -320,9 +326,9 @@ def _fold_dual(predictions: _Predictions, tangents: _Tangents) -> tuple[Tensor, 
     """Fold as ``_fold_rows``, with the mean of ``dz`` under the softmax in place of the errors."""
     softmax = _OnlineSoftmax(predictions)
     mean, chosen_slope = (torch.zeros_like(softmax.total) for _ in range(2))
-    for columns, (rows, places), shrink, z in softmax.blocks():
+    for columns, (within, places), shrink, z in softmax.blocks():
         dz = _logit_tangents(predictions, tangents, columns)
-        chosen_slope[rows] = dz[rows, places]
+        chosen_slope = torch.where(within, dz.gather(-1, places), chosen_slope[:, None])[:, 0]
         # A logit of -inf has probability 0, and a tangent that may be NaN.
         mean.mul_(shrink).add_(torch.where(z == 0, 0.0, z * dz).sum(-1))
     return softmax.lse, softmax.chosen, mean / softmax.total - chosen_slope

@@ -19,9 +19,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from alphatoken.model.head import watched_head
+from alphatoken.support.devices import on_host
 from alphatoken.support.precision import wide
 
-_WORKSPACE = 2**22  # numbers of one block, positions times vocabulary
+# Numbers of one block, positions times vocabulary, of a processor and of an accelerator.
+_WORKSPACE, _WORKSPACE_OF_ACCELERATOR = 2**22, 2**27
 
 
 def chosen_losses(
@@ -52,7 +54,8 @@ def chosen_losses(
 
 
 def _blocks(positions: Tensor, vocabulary: int) -> list[slice]:
-    size = max(1, _WORKSPACE // vocabulary)
+    workspace = _WORKSPACE if on_host(positions) else _WORKSPACE_OF_ACCELERATOR
+    size = max(1, workspace // vocabulary)
     return [slice(i, i + size) for i in range(0, len(positions), size)]
 
 

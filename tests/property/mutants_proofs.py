@@ -163,7 +163,7 @@ PROOFS = (
     row("flags-hide-no-label",
         claim(test_proofs.test_masks_of_flags_hide_labels, SEEDS, examples=2),
         "boolean attention masks hide no label",
-        ("model.batch.predicted_labels", "attention_mask.shape != labels.shape:",
+        ("model.batch._off_padding", "attention_mask.shape != labels.shape:",
          "attention_mask.shape != labels.shape or attention_mask.dtype == torch.bool:")),
     row("autocast-off-after-an-error",
         claim(test_proofs.test_autocast_outlives_an_error, "cpu", examples=1),

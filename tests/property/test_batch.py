@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -40,10 +41,15 @@ def test_the_two_shifts(case: LossCase) -> None:
     assert not bool(back[:, -1].any())
 
 
-@given(st.sampled_from(MODES).flatmap(rows))
-def test_reading_counts_tokens_and_positions_and_finds_documents(lines: tuple[str, ...]) -> None:
+@given(st.sampled_from(MODES).flatmap(rows), st.booleans())
+def test_reading_counts_tokens_and_positions_and_finds_documents(
+    lines: tuple[str, ...], accelerator: bool
+) -> None:
     data = make_batch(lines, vocabulary=7, seed=0)
-    found = batch.read_batch(data)
+    with mock.patch.object(batch, "on_host", lambda _: not accelerator):
+        found = batch.read_batch(data)
+        places = batch.response_places(found.labels)
+    assert places.tolist() == found.mask.flatten().nonzero().flatten().tolist()
     plain = [line.replace("|", "") for line in lines]
     predicted = [a != "." and b == "r" for line in plain for a, b in pairwise(line)]
     assert found.response_tokens == sum(predicted)
@@ -60,6 +66,23 @@ def test_reading_counts_tokens_and_positions_and_finds_documents(lines: tuple[st
             assert starts[b].nonzero().flatten().tolist() == expected
     else:
         assert starts is None
+
+
+def test_places_follow_labels_that_are_written_to() -> None:
+    """Places and bounds are kept with the labels, until these change."""
+    labels = torch.tensor([[-100, 3, -100, 4]])
+    logits = torch.randn(1, 4, 7, dtype=torch.float64)
+    assert batch.response_places(labels).tolist() == [1, 3]
+    batch.token_losses(logits, labels)
+    labels[0, 2] = 6
+    assert batch.response_places(labels).tolist() == [1, 2, 3]
+    expected = gradients.token_losses(logits, labels)
+    torch.testing.assert_close(batch.token_losses(logits, labels), expected)
+    labels[0, 1] = 7
+    with pytest.raises(InputError, match="label of the batch is no token.*7 at row 0, token 1"):
+        batch.token_losses(logits, labels)
+    with torch.inference_mode():
+        assert batch.response_places(labels.clone()).tolist() == [1, 2, 3]
 
 
 def test_a_label_after_padding_has_neither_loss_nor_weight() -> None:

@@ -34,13 +34,17 @@ from tests.property.tolerance import allowed, close
 
 @dataclass(frozen=True)
 class HeadCase:
-    """Some predictions of a small head; blocks of few numbers, and of few rows."""
+    """Some predictions of a small head; blocks of few numbers, and of few rows.
+
+    An ``accelerator`` is waited for nowhere, and is given what turns out to be zero, too.
+    """
 
     predictions: int
     width: int
     vocabulary: int
     biased: bool
     impossible: bool
+    accelerator: bool
     workspace: int
     rows: int
     seed: int
@@ -94,6 +98,8 @@ class HeadCase:
         """Inside, blocks are of the case's sizes; losses are taken there, and their gradients."""
         with (
             mock.patch.object(head, "_WORKSPACE", self.workspace),
+            mock.patch.object(head, "_WORKSPACE_OF_ACCELERATOR", self.workspace),
+            mock.patch.object(head, "on_host", lambda _: not self.accelerator),
             mock.patch.object(head, "_ROWS", self.rows),
         ):
             yield
@@ -107,6 +113,7 @@ def head_cases() -> st.SearchStrategy[HeadCase]:
         vocabulary=st.integers(2, 9),
         biased=st.booleans(),
         impossible=st.booleans(),
+        accelerator=st.booleans(),
         workspace=st.sampled_from([1, 6, 2**22]),
         rows=st.sampled_from([1, 3, 4096]),
         seed=SEEDS,
