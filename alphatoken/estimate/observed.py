@@ -120,7 +120,7 @@ class Observed:
         require_finite(losses, batch.mask, "batch")
         self._require_own(scores, losses, batch)
         # Estimators that capture errors notice by themselves whether any arrives.
-        if not config.captured and recorder.linears and not _follows(scores, recorder):
+        if not config.captured and not _follows(scores, recorder):
             raise foreign_scores("the graph of another forward")
         products = recorder.products | {scores.dtype}
         # What a walk changes is a difference of losses, and may be as small as their rounding.
@@ -247,6 +247,8 @@ def _agree(scores: Tensor, output: Tensor, batch: LabelledBatch) -> bool:
 
 
 def _follows(scores: Tensor, recorder: Recorder) -> bool:
-    """Whether a recorded linear lies in the graph of the scores, or there is no graph."""
-    uses = {use.s.grad_fn for use in recorder.linears}
-    return scores.grad_fn is None or any(node in uses for node in graph_nodes(scores))
+    """Whether a scored linear lies in the graph of the scores; also where either is in none."""
+    uses = {*recorder.nodes, *(use.s.grad_fn for use in recorder.linears)}
+    if scores.grad_fn is None or not uses:
+        return True
+    return any(node in uses for node in graph_nodes(scores))

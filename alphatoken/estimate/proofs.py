@@ -181,6 +181,8 @@ class CaptureCheck:
         config: ScorerConfig,
     ) -> None:
         self._adapter, self._scored, self._estimator = adapter, scored, config.estimator
+        # Errors at its linears are asked for by estimators that capture, and by "full" P.
+        self._capturing = config.captured or config.preconditioner == "full"
         sharded = scored.sharding is not None
         self._documents: set[frozenset[str]] = set()  # kinds of packed batches that were proved
         self._causal: set[frozenset[str]] = set()  # and kinds of arguments
@@ -227,7 +229,11 @@ class CaptureCheck:
         """Record a forward with all that the estimator needs."""
         switched = self._estimator in SPLIT
         return record(
-            self._adapter, self._scored.scope, attention=switched, sharding=self._scored.sharding
+            self._adapter,
+            self._scored.scope,
+            attention=switched,
+            capturing=self._capturing,
+            sharding=self._scored.sharding,
         )
 
     def require_rule(self, recorder: Recorder) -> None:

@@ -95,8 +95,10 @@ class Recorder:
     """
 
     scope: Scope
+    capturing: bool = True  # whether inputs and outputs of uses are kept, or their graph alone
     switch: BackwardSwitch = field(default_factory=BackwardSwitch)
     linears: list[LinearUse] = field(default_factory=list)
+    nodes: dict[Any, torch.dtype] = field(default_factory=dict)  # in place of ``linears``
     attentions: list[AttentionUse | DeltaUse] = field(default_factory=list)
     forward: ObservedForward | None = None  # the pass that is kept
     begun: ObservedForward | None = None  # the pass that began last, with a graph or without
@@ -121,6 +123,7 @@ class Recorder:
     def clear(self) -> None:
         """Forget the last forward, and let its graph go."""
         self.linears.clear()
+        self.nodes.clear()
         self.attentions.clear()
         self._convolved.clear()
         self.forward = self.begun = None
@@ -128,13 +131,16 @@ class Recorder:
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Forwards inside leave no trace: what was recorded before is what is kept."""
-        kept = self.forward, self.begun, self.linears, self.attentions, self._convolved
+        kept = self.forward, self.begun, self.linears, self.nodes, self.attentions, self._convolved
         self.forward, self.begun = None, None
-        self.linears, self.attentions, self._convolved = [], [], {}
+        self.linears, self.nodes, self.attentions, self._convolved = [], {}, [], {}
         try:
             yield
         finally:
-            self.forward, self.begun, self.linears, self.attentions, self._convolved = kept
+            (
+                self.forward, self.begun, self.linears, self.nodes, self.attentions,
+                self._convolved,
+            ) = kept  # fmt: skip
 
     def _keep(self) -> None:
         """Make the pass that runs the one that is kept."""
@@ -142,6 +148,7 @@ class Recorder:
         # earlier pass's. Dropping it here also frees that pass's graph before the new one grows.
         if self.begun is not self.forward:
             self.linears.clear()
+            self.nodes.clear()
             self.attentions.clear()
             self.forward = self.begun
 
@@ -155,7 +162,7 @@ class Recorder:
         """Dtypes that round the pass: the weights', its scored linears', and its first layer's."""
         began = None if self.latest is None else self.latest.products
         # Autocast that a block enters by itself shows in what its linears give.
-        here = [use.s.dtype for use in self.linears]
+        here = [*self.nodes.values(), *(use.s.dtype for use in self.linears)]
         return self.weights.union(here if began is None else [*here, began])
 
     @property
@@ -230,6 +237,13 @@ class Recorder:
             ModelError: the linear was not called once on every position of the batch.
         """
         if not isinstance(s, Tensor) or not args or not s.requires_grad:
+            return None
+        if not self.capturing:
+            # Nothing is asked of it but where scores come from. A backward runs checkpointed
+            # blocks anew, whose outputs are of no forward.
+            if torch._C._current_graph_task_id() == -1:
+                self._keep()
+                self.nodes[s.grad_fn] = s.dtype
             return None
         x: Tensor = args[0]
         if s.ndim == 3:
@@ -350,6 +364,7 @@ def record(
     scope: Scope,
     *,
     attention: bool = True,
+    capturing: bool = True,
     sharding: Sharding | None = None,
 ) -> Iterator[Recorder]:
     """Hook the model so that forwards inside the context are recorded; only the last one is kept.
@@ -359,10 +374,12 @@ def record(
         scope: what to capture.
         attention: route softmax attention and gated delta nets of all layers from the first scored
             one on through the switchable backward.
+        capturing: keep inputs and outputs of the scored linears, whose errors can then be asked
+            for. Else blocks that checkpoint go on doing so, and only the graph of scores is known.
         sharding: of the weights.
     """
     weights = frozenset(p.dtype for p in adapter.model.parameters() if p.is_floating_point())
-    recorder = Recorder(scope, sharding=sharding, weights=weights)
+    recorder = Recorder(scope, capturing, sharding=sharding, weights=weights)
     blocks = adapter.layers()
     with ExitStack() as stack:
         for module, enter in (
@@ -380,13 +397,14 @@ def record(
             if not isinstance(linear, ScoredExperts):
                 hook = partial(recorder.on_linear, linear)
                 stack.callback(linear.module.register_forward_hook(hook).remove)
-        if recorder.tensors:
+        if recorder.tensors and capturing:
             mixtures = tuple(dict.fromkeys(module for module, _ in recorder.tensors))
             override: Any = getattr(adapter, "override_experts")  # noqa: B009  (no protocol has it)
             stack.enter_context(override(mixtures, recorder.on_experts))
         # A checkpointed block runs without a graph first, and once more inside the backward: there
         # would be no output to ask for errors at, and the second run would be recorded as another.
-        stack.enter_context(adapter.pause_checkpointing(blocks[scope.first :]))
+        if capturing:
+            stack.enter_context(adapter.pause_checkpointing(blocks[scope.first :]))
         if attention:
             # Self-only errors need it in the layers above the scored ones too, because they pass
             # through their attention on the way down.

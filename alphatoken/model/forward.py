@@ -29,6 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from alphatoken.model.batch import by_prediction, token_losses
 from alphatoken.model.head import HeadUse, head_losses, output_head, rounding_tolerance
@@ -123,6 +124,36 @@ def _positive(rate: object) -> bool:
     if isinstance(rate, (list, tuple)):
         return any(map(_positive, rate))
     return isinstance(rate, (int, float)) and rate > 0
+
+
+@contextmanager
+def checkpointed(adapter: DecoderAdapter, first: int) -> Iterator[None]:
+    """Run the blocks from ``first`` on under gradient checkpointing, where training does so.
+
+    A forward inside keeps the inputs of these blocks alone, and its backward runs each block once
+    more: it must come in the same mode of the model. What a forward draws is not restored.
+    """
+    # By itself the model checkpoints in training mode only, by a flag that its dropout may read.
+    blocks = adapter.layers()[first:] if adapter.checkpoints() else ()
+    missing = object()
+    before = {block: block.__dict__.get("forward", missing) for block in blocks}
+    try:
+        for block in before:
+            block.__dict__["forward"] = partial(
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
+        yield
+    finally:
+        _put_back(before, missing)
+
+
+def _put_back(before: Mapping[nn.Module, object], missing: object) -> None:
+    """Give modules the ``forward`` of their instance again; ``missing``: that of their class."""
+    for block, own in before.items():
+        if own is missing:
+            block.__dict__.pop("forward", None)
+        else:
+            block.__dict__["forward"] = own
 
 
 # --- the trunk ------------------------------------------------------------------------------------
@@ -257,11 +288,7 @@ def start_at(adapter: DecoderAdapter, first: int, hidden: Tensor) -> Iterator[No
         yield
     finally:
         handle.remove()
-        for block, own in before.items():
-            if own is missing:
-                del block.__dict__["forward"]
-            else:
-                block.__dict__["forward"] = own
+        _put_back(before, missing)
 
 
 def losses_from(

@@ -283,6 +283,10 @@ class TransformersAdapter:
         with dispatched(name, modules, listener, kind=ExpertsDispatch):
             yield
 
+    def checkpoints(self) -> bool:
+        """Whether a block has gradient checkpointing on."""
+        return any(getattr(block, "gradient_checkpointing", False) for block in self.layers())
+
     @contextmanager
     def pause_checkpointing(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Turn gradient checkpointing off on these blocks, and back to what it was."""

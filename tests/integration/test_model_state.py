@@ -231,12 +231,55 @@ def test_checkpointing_stays_on_and_gives_the_same_gradients(
     assert masked_gradients(model, keep, scorer, inside=inside) == plain
 
 
-def test_values_are_the_same_with_checkpointing() -> None:
+EVERYTHING = {"layers": "all", "parameters": "all"}
+WALKED = {"layers": "all", "parameters": "all", "walk_steps": 2, "walk_learning_rate": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "options", "in_build", "in_step"),
+    [
+        ("alphatoken", {}, 1, 0),  # errors are asked for at its linears
+        ("label", EVERYTHING, 1, 1),
+        ("label", EVERYTHING | {"derivative": "one_sided"}, 1, 1),
+        ("walk", WALKED, 2, 1),
+    ],
+)
+def test_values_are_the_same_with_checkpointing(
+    estimator: str, options: dict[str, Any], in_build: int, in_step: int
+) -> None:
+    """It is left on in every pass that is sent back but one whose linears are looked at.
+
+    So a block runs once more in each backward, of M and of the training step.
+    """
     model = BY_NAME["llama"].build(4).train()
-    plain = {e: scorer_for(model, e).score(BATCH).total for e in ("alphatoken", "label")}
+    keep, runs, results = BATCH["labels"] != -100, list[None](), []
+    model.model.layers[-1].mlp.register_forward_pre_hook(lambda *_: runs.append(None))
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        scorer = tiny_scorer.scorer_for(model, estimator, **options)
+        for _ in range(2):  # what is proved once, and of the second M, is proved by then
+            values = observed_values(scorer)
+            scorer.refresh()
+        begun = len(runs)
+        with scorer.observe():
+            built = len(runs) - begun
+        gradients = masked_gradients(model, keep, scorer)
+        results.append((values, gradients, built, len(runs) - begun - built))
+    (plain, *_), (checkpointed, *_) = results
+    assert torch.equal(plain, checkpointed)
+    assert results[0][1] == results[1][1]
+    more = tuple(b - a for a, b in zip(results[0][2:], results[1][2:], strict=True))
+    assert more == (in_build, in_step)
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "label"])
+def test_dropout_is_off_where_a_backward_runs_a_block_anew(estimator: str) -> None:
+    model = BY_NAME["gpt2"].build(4, resid_pdrop=0.5, attn_pdrop=0.5).train()
+    assert draws(model)
+    plain = scorer_for(model, estimator).score(BATCH).total
     model.activation_checkpointing_enable({"use_reentrant": False})
-    for estimator, expected in plain.items():
-        assert torch.equal(scorer_for(model, estimator).score(BATCH).total, expected), estimator
+    assert torch.equal(scorer_for(model, estimator).score(BATCH).total, plain)
 
 
 # --- narrow weights -----------------------------------------------------------------------------
