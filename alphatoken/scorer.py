@@ -47,6 +47,7 @@ from alphatoken.model.head import watch_head
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.scope import Scope
 from alphatoken.model.sharding import MasterWeights, Sharding
+from alphatoken.support.devices import deferred_refusals
 from alphatoken.support.precision import float16_named
 from alphatoken.support.progress import ProgressSink
 from alphatoken.values import Certificate, TokenValues
@@ -357,7 +358,7 @@ class Scorer:
         Raises:
             InputError, NumericalError, ModelError, CoverageError, UnsupportedError: see the class.
         """
-        with float16_named(self.adapter.model), self._lock():
+        with float16_named(self.adapter.model), self._lock(), deferred_refusals():
             self._require_outside("score")
             self._follow()
             estimator = self.estimator
@@ -388,7 +389,7 @@ class Scorer:
         self._follow()
         self._require_uncompiled()
         lock = self._lock()
-        with lock:  # proofs and walks move the weights
+        with lock, deferred_refusals():  # proofs and walks move the weights
             direction = self.estimator.prepare()
             self._settle()
         with watch_head(self.adapter), self.estimator.proofs.recording() as recorder:

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alphatoken import Scorer, ScorerConfig, masked_sft_loss
 from alphatoken.model import fingerprint
+from alphatoken.support import devices
 from benchmarks.models import decoder
 
 ROWS, LENGTH, VOCABULARY, VALIDATION = 2, 64, 49_152, 32
@@ -113,16 +114,18 @@ class _Reads(TorchFunctionMode):
 def counting(counts: Launches) -> Iterator[Launches]:
     """Inside, everything is counted as an accelerator would be given it.
 
-    Two defaults of a CPU launch more than an accelerator's would: optimizers and clipping without
-    ``foreach``, and fingerprints of weights in small blocks.
+    Defaults of a CPU launch more than an accelerator's would, or wait where that would not:
+    optimizers and clipping without ``foreach``, fingerprints of weights in small blocks, and what
+    this library does where ``on_host`` is true.
     """
     foreach = _foreach_utils._get_foreach_kernels_supported_devices
+    defaults = {foreach: [*foreach(), "cpu"], devices.on_host: False}
     with ExitStack() as stack:
         for module in list(sys.modules.values()):
-            if vars(module).get(foreach.__name__) is foreach:
-                stack.enter_context(
-                    mock.patch.object(module, foreach.__name__, return_value=[*foreach(), "cpu"])
-                )
+            for default, value in defaults.items():
+                if vars(module).get(default.__name__) is default:
+                    patched = mock.patch.object(module, default.__name__, return_value=value)
+                    stack.enter_context(patched)
         stack.enter_context(mock.patch.object(fingerprint, "_JOINED_ON_CPU", fingerprint._JOINED))
         stack.enter_context(_Reads(counts))
         stack.enter_context(_Kernels(counts))
@@ -250,7 +253,7 @@ STEPS: dict[str, tuple[str, Callable[[], Launches]]] = {
         "ours, every token, nothing exported",
         lambda: training_step({"policy": "all", "export_values": False}),
     ),
-    "top": ("ours, top, K = 3, 32 rows of G by 2", lambda: training_step({})),
+    "top": ("ours, top, K = 3, 32 rows of G", lambda: training_step({})),
     "label": ("ours, label over all parameters", lambda: training_step(LABEL_ALL)),
     "walk": ("ours, walk (the walk itself not in)", lambda: training_step({"estimator": "walk"})),
     "loop": ("a plain loop", lambda: observed_step(None)),

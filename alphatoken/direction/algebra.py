@@ -6,7 +6,8 @@ Dictionaries map parameter names to tensors in the parameter's own shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -52,24 +53,37 @@ def precondition(
 
 def norms(direction: Mapping[str, Tensor]) -> dict[str, float]:
     """Frobenius norm of each parameter's matrix."""
-    lengths = read_together([torch.linalg.vector_norm(m) for m in direction.values()])
-    return dict(zip(direction, lengths, strict=True))
+    return _read_norms(direction, 2.0)
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """Name of the first tensor with a NaN or Inf."""
-    finite = read_together([torch.isfinite(tensor).all() for tensor in tensors.values()])
-    return next((name for name, whole in zip(tensors, finite, strict=True) if not whole), None)
+    largest = _read_norms(tensors, math.inf)
+    return next((name for name, size in largest.items() if not math.isfinite(size)), None)
 
 
-def read_together(numbers: Sequence[Tensor]) -> list[float]:
-    """Tensors of one number each, as numbers."""
-    if not numbers:
-        return []
-    # In one transfer, since each transfer waits for the device.
-    together = torch.stack([number.double().to(numbers[0].device) for number in numbers])
-    read: list[float] = together.tolist()
-    return read
+def not_finite(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Whether a tensor has a NaN or Inf: one Boolean for each device and dtype among them."""
+    return [~torch.isfinite(sizes).all() for _, sizes in _norms_by_kind(tensors, math.inf)]
+
+
+def _read_norms(tensors: Mapping[str, Tensor], order: float) -> dict[str, float]:
+    norms_by_name = dict.fromkeys(tensors, 0.0)
+    for names, sizes in _norms_by_kind(tensors, order):
+        norms_by_name |= zip(names, sizes.double().tolist(), strict=True)
+    return norms_by_name
+
+
+def _norms_by_kind(
+    tensors: Mapping[str, Tensor], order: float
+) -> Iterator[tuple[list[str], Tensor]]:
+    """(names, their norms (n,)) of the tensors of each device and dtype, in a few kernels."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():  # a process may have no part of a sharded one
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(name)
+    for names in by_kind.values():
+        yield names, torch.stack(torch._foreach_norm([tensors[n].detach() for n in names], order))
 
 
 class SummedDirection(Mapping[str, Tensor]):
@@ -151,7 +165,9 @@ class Direction:
 
         It is 0 without a retention term or before any drift, inf where G vanishes and V does not.
         """
-        stability, ratios = self.norms_of(self.stability or {}), dict[str, float]()
+        if not self.stability:  # no norm need be waited for
+            return dict.fromkeys(self.adaptation, 0.0)
+        stability, ratios = self.norms_of(self.stability), dict[str, float]()
         for name, g in self.norms_of(self.adaptation).items():
             v = abs(self.stability_weight) * stability.get(name, 0.0)
             ratios[name] = v / g if g > 0 else (float("inf") if v > 0 else 0.0)

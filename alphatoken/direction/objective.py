@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from alphatoken.direction.algebra import first_not_finite
+from alphatoken.direction.algebra import first_not_finite, not_finite
 from alphatoken.direction.gradients import captured_gradients, gradient_of
 from alphatoken.errors import InputError, ModelError, NumericalError
 from alphatoken.model.batch import (
@@ -41,6 +41,7 @@ from alphatoken.model.forward import (
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.model.sharding import Sharding, objects_in_use
 from alphatoken.select.losses import dpo_coefficient
+from alphatoken.support.devices import refuse
 from alphatoken.support.precision import wide
 
 # A forward runs in this nesting: the recorder's hooks (if anything is recorded), then
@@ -177,19 +178,26 @@ def mean_gradient(role: str, sums: dict[str, Tensor], count: float) -> dict[str,
             why="the values are measured against its gradient",
             remedy="pass at least one batch with response tokens",
         )
-    # Each sum is let go of as its mean is formed: never both of all parameters in memory.
-    return {name: sums.pop(name) / count for name in list(sums)}
+    # In place, so that sums and means of all parameters never lie in memory side by side.
+    if count != 1:
+        torch._foreach_div_(list(sums.values()), count)
+    means = dict(sums)
+    sums.clear()
+    return means
 
 
 def require_finite_gradient(role: str, gradient: Mapping[str, Tensor]) -> None:
     """Raise NumericalError naming the first parameter whose gradient has a NaN or Inf."""
-    name = first_not_finite(gradient)
-    if name is not None:
+
+    def raise_first() -> None:
         raise NumericalError(
             f"the {role} gradient is not finite",
-            got=name,
+            got=first_not_finite(gradient),
             remedy="check the weights for NaN or Inf, and the precision",
         )
+
+    for bad in not_finite(gradient):
+        refuse(bad, raise_first)
 
 
 def stream_losses(
@@ -258,6 +266,7 @@ def objective_sums(
         sharding: of the weights.
     """
     total: dict[str, Tensor] = {}
+    nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def zeros(name: str) -> Tensor:
         # Sums over many batches in float32 at least: in bfloat16 small gradients would be lost in
@@ -268,10 +277,13 @@ def objective_sums(
     def add_up(name: str, gradient: Tensor) -> None:
         if sharding is not None:
             gradient = sharding.reduce(name, gradient.to(wide(gradient.dtype)))
-        # Made here and not before the forward, whose activations would lie beside it.
-        if name not in total:
-            total[name] = zeros(name) if sharding is None else torch.zeros_like(gradient)
-        total[name] += gradient.to(total[name].dtype)
+        if name in total:
+            total[name] += gradient.to(total[name].dtype)
+        elif gradient.is_sparse:
+            total[name] = zeros(name) + gradient
+        else:  # a copy, since autograd may hand the same memory to another
+            kept = {"copy": True, "memory_format": torch.contiguous_format}
+            total[name] = gradient.to(wide(gradient.dtype), **kept)
 
     def add(weighted: Tensor, _: Recorder | None) -> None:
         summed: set[str] = set()
@@ -279,8 +291,13 @@ def objective_sums(
         def take(name: str, gradient: Tensor) -> Tensor | None:
             summed.add(name)
             add_up(name, gradient)
+            if gradient.is_sparse:
+                return None
             # What autograd holds until its backward ends, in the gradient's place: one number.
-            return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
+            kind = gradient.dtype, gradient.device
+            if kind not in nothing:
+                nothing[kind] = gradient.new_zeros(())
+            return nothing[kind].expand_as(gradient)
 
         # Each gradient is added as the backward makes it and let go, so that sums and gradients of
         # all parameters never lie in memory side by side.

@@ -264,7 +264,7 @@ def padded_on_the_left(batch: LabelledBatch) -> int | None:
     attention = batch.inputs.get("attention_mask")
     if not isinstance(attention, Tensor) or attention.shape != batch.labels.shape:
         return None
-    if batch.inputs.get("position_ids") is not None:
+    if batch.inputs.get("position_ids") is not None or not batch.begins_with_padding:
         return None
     padded = (attention[:, 0] == 0).to(batch.mask.device) & batch.mask.any(-1)
     return int(padded.long().argmax()) if bool(padded.any()) else None

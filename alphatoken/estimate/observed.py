@@ -18,6 +18,7 @@ from alphatoken.model.capture import Recorder, graph_nodes
 from alphatoken.model.forward import draws, evaluation_mode
 from alphatoken.model.head import watched_head
 from alphatoken.model.observed_forward import ObservedForward
+from alphatoken.support.devices import deferred_refusals
 from alphatoken.support.precision import float16_named, wide
 from alphatoken.values import TokenValues
 
@@ -74,7 +75,7 @@ class Observed:
                 ``Scorer.score``.
         """
         # Locked, because the weights may be moved meanwhile.
-        with float16_named(self._estimator.adapter.model), self._lock:
+        with float16_named(self._estimator.adapter.model), self._lock, deferred_refusals():
             self._require_open()
             self._estimator.cache.require_current()
             # Everything is read and refused before the first backward.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from alphatoken.support.devices import refuse
 from alphatoken.support.precision import refuse_first
 from alphatoken.values import TokenValues
 
@@ -68,11 +69,15 @@ def require_finite_values(values: TokenValues) -> TokenValues:
         NumericalError: one is; names its row and token.
     """
     # What is not finite in a component is not finite in the sum of all, ``total``.
-    if all(bool(torch.isfinite(x).all()) for x in (values.total, values.unassigned)):
-        return values
-    for kind in (*values.components(), "total"):
-        require_finite_numbers(getattr(values, kind), f"the {kind.replace('_', ' ')} of a token")
-    require_finite_numbers(values.unassigned[:, None], "the sum over a prompt")
+    finite = torch.isfinite(values.total).all() & torch.isfinite(values.unassigned).all()
+
+    def raise_first() -> None:
+        for kind in (*values.components(), "total"):
+            what = f"the {kind.replace('_', ' ')} of a token"
+            require_finite_numbers(getattr(values, kind), what)
+        require_finite_numbers(values.unassigned[:, None], "the sum over a prompt")
+
+    refuse(~finite, raise_first)
     return values
 
 

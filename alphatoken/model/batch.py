@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from alphatoken.errors import InputError, UnsupportedError, require_choice
 from alphatoken.model.vocabulary import chosen_losses
-from alphatoken.support.devices import on_host
+from alphatoken.support.devices import on_host, refuse
 from alphatoken.support.precision import refuse_first, wide
 
 IGNORE = -100
@@ -108,8 +108,12 @@ def predicted_labels(
         InputError: a label of padding itself, ``attention_mask[:, i] == 0``.
     """
     predicted, on_padding = _off_padding(labels, attention_mask)
-    if on_padding is not None and bool(on_padding.any()):
-        row, index = on_padding.nonzero()[0].tolist()
+    if on_padding is None:
+        return predicted
+    bad = on_padding
+
+    def raise_first() -> None:
+        row, index = bad.nonzero()[0].tolist()
         raise InputError(
             f"a label of the {role} lies on padding",
             got=f"label {int(labels[row, index])} at row {row}, token {index}, where "
@@ -119,6 +123,8 @@ def predicted_labels(
             remedy="labels.masked_fill(attention_mask == 0, -100); or a mask of 1 at a token that "
             "is to be learned, such as an end token that padding shares",
         )
+
+    refuse(bad.any(), raise_first)
     return predicted
 
 
@@ -259,6 +265,12 @@ class LabelledBatch:
         return self.labels.numel()
 
     @cached_property
+    def begins_with_padding(self) -> bool:
+        """Whether a row begins with padding, by an attention mask of its tokens."""
+        padded = _padded_first(self.inputs, self.labels)
+        return padded is not None and bool(padded)
+
+    @cached_property
     def document_starts(self) -> Tensor | None:
         """(b, t) True at the first token of each packed document; None if nothing is packed.
 
@@ -270,6 +282,13 @@ class LabelledBatch:
         if starts is None or not bool(starts.any()):
             return None
         return _of_every_row(starts, self.labels)
+
+
+def _padded_first(inputs: Mapping[str, Any], labels: Tensor) -> Tensor | None:
+    attention = inputs.get("attention_mask")
+    if not isinstance(attention, Tensor) or attention.shape != labels.shape:
+        return None
+    return (attention[:, 0] == 0).any()
 
 
 def _starts(inputs: Mapping[str, Any], labels: Tensor) -> Tensor | None:
@@ -301,7 +320,7 @@ def _longest(batch: Mapping[str, Any]) -> int:
 
 
 def read_batch(
-    batch: Mapping[str, Any],
+    batch: Mapping[str, Any] | LabelledBatch,
     *,
     max_length: int | None = None,
     role: str = "batch",
@@ -310,7 +329,7 @@ def read_batch(
     """Check a batch and split labels from inputs; no input is copied or moved.
 
     Args:
-        batch: mapping with ``input_ids`` and ``labels``, both (b, t).
+        batch: mapping with ``input_ids`` and ``labels``, both (b, t); what was read is returned.
         max_length: longest sequence that the model allows.
         role: how messages call this batch.
         model: its forward will look the ids up, so that each must have a row of its embedding.
@@ -322,6 +341,8 @@ def read_batch(
             document whose first token is a label (it would be predicted from another document).
         UnsupportedError: it continues a key/value cache.
     """
+    if isinstance(batch, LabelledBatch):
+        return batch
     require_tensors(batch, role)
     caches = [key for key in ("cache", "past_key_values") if batch.get(key) is not None]
     if caches:
@@ -381,18 +402,23 @@ def _read_numbers(
     if not labels.numel():
         return result, True
     numbers = [result.mask.sum(), *of_response.aminmax()]
-    numbers += [longest] if longest is not None else []
+    padded_first = _padded_first(inputs, labels)
+    numbers += [one for one in (longest, padded_first) if one is not None]
     numbers += [one.any() for one in (starts, *bad) if one is not None]
     # Each number that is read alone waits for the device.
     together = torch.stack([number.to(labels) for number in numbers])
     count, least, largest, *others = (int(number) for number in together.tolist())
     if longest is not None:
         length, *others = others[0] + 1, *others[1:]
-    packed = False
+    packed = begins = False
+    if padded_first is not None:
+        begins, *others = bool(others[0]), *others[1:]
     if starts is not None:
         packed, *others = bool(others[0]), *others[1:]
     _places_and_bounds(labels, bounds=False, read=(count, least, largest))
-    vars(result)["document_starts"] = (  # which would read again whether there is one
+    # What would be read again.
+    vars(result)["begins_with_padding"] = begins
+    vars(result)["document_starts"] = (
         _of_every_row(starts, labels) if packed and starts is not None else None
     )
     too_long = max_length is not None and length > max_length
@@ -589,11 +615,12 @@ def as_batches(validation: Any, role: str = "validation batch") -> Sequence[Any]
     Raises:
         InputError: a text, rows of text, or a sequence of anything else that is no batch.
     """
-    if isinstance(validation, (Mapping, PreferenceBatch)):
+    kinds = (Mapping, PreferenceBatch, LabelledBatch)
+    if isinstance(validation, kinds):
         validation = [validation]
     batches = validation if isinstance(validation, Sequence) else list(validation)
     first = batches[0] if batches else None  # the others may be read from a disk one by one
-    if first is not None and not isinstance(first, (Mapping, PreferenceBatch)):
+    if first is not None and not isinstance(first, kinds):
         raise InputError(
             "validation must be a batch or a list of batches",
             got=f"{type(validation).__name__} of {type(first).__name__}",

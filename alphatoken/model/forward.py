@@ -31,9 +31,11 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from alphatoken.errors import ModelError
 from alphatoken.model.batch import by_prediction, token_losses
 from alphatoken.model.head import HeadUse, head_losses, output_head, rounding_tolerance
 from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.support.devices import is_deferred, refuse
 
 # --- modes of the model ---------------------------------------------------------------------------
 
@@ -311,6 +313,19 @@ def losses_from(
 
 _CHANGED: WeakSet[nn.Module] = WeakSet()
 """Heads of models whose logits are not what the head gives."""
+_UNCHANGED: WeakSet[nn.Module] = WeakSet()
+"""Heads of models whose logits were what the head gives, in one pass at least."""
+
+
+def _refuse_changed(head: nn.Module) -> None:
+    _CHANGED.add(head)
+    raise ModelError(
+        "the model's logits are no longer what its head gives",
+        got=f"other numbers than those of {type(head).__name__}",
+        why="losses were taken of the head's, as they could be in passes before",
+        remedy="take the values, or the step, once more: logits are formed from here on",
+    )
+
 
 _CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type)
 
@@ -356,20 +371,31 @@ class _HeadInput(TorchFunctionMode):
         """True if this is what the head gave, or a cast of it, and was not written to."""
         return any(logits is t and t._version == version for t, version in self.casts)
 
-    def gives(self, logits: Tensor, labels: Tensor) -> bool:
+    def gives(self, head: nn.Module, logits: Tensor, labels: Tensor) -> bool:
         """True if the model's logits are the head's own."""
         if self.calls != 1 or self.hidden is None or self.hidden.shape[:2] != labels.shape:
             return False
-        return self.is_handed_on(logits) and self._equal(logits)
+        differ = self._differ(logits) if self.is_handed_on(logits) else None
+        if differ is None:
+            return False
+        # Once seen, a later pass does not wait to see it again: it is refused if it is otherwise.
+        if head in _UNCHANGED and is_deferred(differ):
+            refuse(differ, partial(_refuse_changed, head))
+            return True
+        if bool(differ):
+            return False
+        _UNCHANGED.add(head)
+        return True
 
-    def _equal(self, logits: Tensor) -> bool:
+    def _differ(self, logits: Tensor) -> Tensor | None:
+        """Whether the head's numbers are other than the model's; None if they have no equals."""
         # Weights spread over devices: the head's own hooks move its input.
         if self.output is None or self.hidden is None or self.hidden.device != logits.device:
-            return False
+            return None
         own, theirs = self.output.to(logits.dtype), _primal(logits)
         if own.shape != theirs.shape:
-            return False
-        return bool(((own == theirs) | (own.isnan() & theirs.isnan())).all())
+            return None
+        return ~((own == theirs) | (own.isnan() & theirs.isnan())).all()
 
 
 def _primal(tensor: Tensor) -> Tensor:
@@ -409,13 +435,19 @@ def response_losses(
     head = output_head(adapter)
     if head is not None and head not in _CHANGED:
         logits, head_input = _cut_run(head, run)
-        if head_input.gives(logits, labels):
+        if head_input.gives(head, logits, labels):
             return _of_hidden(head_input, labels, role, observed)
         # Nothing was cut where the head was not called, or not on hidden states.
         if head_input.hidden is None:
             return token_losses(logits, labels, role=role)
         _CHANGED.add(head)
     return token_losses(run(), labels, role=role)
+
+
+def spares_logits(adapter: DecoderAdapter) -> bool:
+    """Whether ``response_losses`` forms no logits, as far as its forwards so far have shown."""
+    head = output_head(adapter)
+    return head is not None and head not in _CHANGED
 
 
 def _cut_run(head: nn.Linear, run: Callable[[], Tensor]) -> tuple[Tensor, _HeadInput]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
 from torch import Tensor
 
 
@@ -13,3 +18,67 @@ def on_host(tensor: Tensor) -> bool:
     pieces, and while the program waits to learn which of them are zero.
     """
     return tensor.device.type == "cpu"
+
+
+Refusals = list[tuple[Tensor, Callable[[], None]]]
+"""Flags on a device, each with the function that raises for it."""
+
+_PENDING: ContextVar[Refusals | None] = ContextVar("pending_refusals", default=None)
+
+
+def is_deferred(bad: Tensor) -> bool:
+    """Whether ``refuse`` would put this flag aside."""
+    return _PENDING.get() is not None and not on_host(bad)
+
+
+def refuse(bad: Tensor, raise_error: Callable[[], None]) -> None:
+    """Call ``raise_error`` if ``bad``, one Boolean, is true.
+
+    At once on the host. Inside ``deferred_refusals`` a flag on a device is read later, together
+    with others: each that is read alone waits for all work that was given to the device before.
+    """
+    pending = _PENDING.get()
+    if pending is not None and is_deferred(bad):
+        pending.append((bad, raise_error))
+    elif bool(bad):
+        raise_error()
+
+
+@contextmanager
+def deferred_refusals(pending: Refusals | None = None) -> Iterator[None]:
+    """Inside, flags on a device gather in ``pending``, for ``settle``.
+
+    By default they are read when the outermost such context ends. After an exception they are read
+    in any case: what was to be refused before is its cause.
+    """
+    if pending is None and _PENDING.get() is not None:
+        yield
+        return
+    own = Refusals() if pending is None else pending
+    token, failed = _PENDING.set(own), True
+    try:
+        yield
+        failed = False
+    finally:
+        _PENDING.reset(token)
+        if failed or pending is None:
+            settle(own)
+
+
+def settle(pending: Refusals) -> None:
+    """Read the flags in one transfer, and raise for the first that is true; empties the list."""
+    refusals = list(pending)
+    pending.clear()
+    by_device: dict[torch.device, list[int]] = {}
+    for index, (bad, _) in enumerate(refusals):
+        by_device.setdefault(bad.device, []).append(index)
+    raised = [
+        index
+        for indices in by_device.values()
+        for index, bad in zip(
+            indices, torch.stack([refusals[i][0] for i in indices]).tolist(), strict=True
+        )
+        if bad
+    ]
+    if raised:
+        refusals[min(raised)][1]()

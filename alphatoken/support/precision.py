@@ -12,6 +12,7 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor, nn
 
 from alphatoken.errors import AlphaTokenError, NumericalError
+from alphatoken.support.devices import refuse
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -93,9 +94,14 @@ def refuse_first(
 ) -> None:
     """Raise NumericalError for the first number of a batch that is ``bad``, by row and token.
 
-    ``what`` is wrong, ``why`` and ``remedy`` are as in :class:`AlphaTokenError`.
+    ``what`` is wrong, ``why`` and ``remedy`` are as in :class:`AlphaTokenError`. When it is raised
+    is as of ``devices.refuse``.
     """
-    if bool(bad.any()):
+    values = values.detach()
+
+    def raise_first() -> None:
         row, index = bad.nonzero()[0].tolist()
-        got = f"{float(values.detach()[row, index])} at row {row}, token {index}"
+        got = f"{float(values[row, index])} at row {row}, token {index}"
         raise NumericalError(what, got=got, why=why, remedy=remedy)
+
+    refuse(bad.any(), raise_first)

@@ -230,9 +230,8 @@ class PairLoss(TrainerLoss):
         """``+omega`` on chosen and ``-omega`` on rejected tokens: the loss's own, per pair."""
         return -by_token(coefficients) * (coefficients.shape[0] // 2)
 
-    def unit(self, mask: Tensor, num_items: Any) -> float:
+    def unit(self, mask: Tensor, num_items: Any, steps: int) -> float:
         """One over the pairs of the step on this rank."""
-        steps = int(self._trainer.current_gradient_accumulation_steps)
         return 1.0 / (mask.shape[0] // 2 * steps)
 
     def final_coefficients(

@@ -98,7 +98,8 @@ class AlphaFields(ValueOptions):
     )
     validation_micro_batch_size: int | None = option(
         None,
-        "Rows of one validation forward; null takes the number of a training forward.",
+        "Rows of one validation forward; null takes those of a training forward, or as many more "
+        "as fit where the gradients will lie.",
         at_least=1,
     )
     held_out_share: float = option(

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alphatoken.errors import NumericalError, UnsupportedError
-from alphatoken.model.batch import IGNORE, token_losses
+from alphatoken.model.batch import IGNORE, label_mask, response_places, token_losses
 from alphatoken.model.head import HeadUse, is_whole, register_losses, watched_head
 from alphatoken.model.observed_forward import register_source
+from alphatoken.support.devices import refuse
 from alphatoken.support.precision import wide
 from alphatoken.train.hooks import without_names
 
@@ -43,9 +44,9 @@ class LogProbProxy:
         self.log_probs: Tensor | None = None
         self._leaf: Tensor | None = None
         self._logits: Tensor | None = None
-        # The same log-probabilities after ``share_head``, and where the next token is labelled.
+        # The same log-probabilities after ``share_head``, and where the next token is not labelled.
         self._shared: Tensor | None = None
-        self._labelled: Tensor | None = None
+        self._unlabelled: Tensor | None = None
         self.aux_loss: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -93,9 +94,9 @@ class LogProbProxy:
         The update then equals the one of ``log_probs`` up to rounding.
         """
         assert self.log_probs is not None
-        self._labelled = labels[:, 1:] != IGNORE
+        self._unlabelled = labels[:, 1:] == IGNORE
         if self._logits is None:
-            self._shared = shared_log_probs(self.log_probs, self._labelled)
+            self._shared = shared_log_probs(self.log_probs, labels)
             if self._shared is not None:
                 register_source(self._shared, self.log_probs)
         else:
@@ -118,10 +119,10 @@ class LogProbProxy:
             UnsupportedError: the head's weights are spread over processes.
         """
         assert self.log_probs is not None
-        labelled = labels[:, 1:] != IGNORE
         if self._logits is None:
-            entropy = head_entropy(self.log_probs, labelled, k)
+            entropy = head_entropy(self.log_probs, labels, k)
         else:
+            labelled = labels[:, 1:] != IGNORE
             own = top_entropy(self._logits[:, :-1][labelled], k)
             entropy = own.new_zeros(labelled.shape).index_put((labelled,), own)
         if entropy is None:
@@ -158,7 +159,7 @@ class LogProbProxy:
         by_prediction = weights[:, 1:]
         factor = (by_prediction.to(coefficients) * coefficients).detach()
         # With all weights 1 a step is TRL's bitwise, also where the head's error is shared.
-        whole = self._shared is None or bool((by_prediction[self._labelled] == 1).all())
+        whole = self._shared is None or bool(((by_prediction == 1) | self._unlabelled).all())
         update = (factor * (self.log_probs if whole else self.scores)).sum()
         # A routers' loss has a graph of its own, which stays; the leaf's leads nowhere.
         base = loss if self.aux_loss is not None else loss.detach()
@@ -176,14 +177,18 @@ def require_finite(loss: Tensor, step: int) -> None:
     Raises:
         NumericalError: the loss of this step is not finite.
     """
-    if not bool(torch.isfinite(loss.detach())):
+    loss = loss.detach()
+
+    def raise_it() -> None:
         raise NumericalError(
             f"the training loss is not finite at step {step}",
-            got=str(float(loss.detach())),
+            got=str(float(loss)),
             why="one more step would destroy the weights; the last checkpoint is as it was",
             remedy="resume from it with a lower learning rate, gradient clipping or more "
             "precision; look at the rows of this step",
         )
+
+    refuse(~torch.isfinite(loss), raise_it)
 
 
 # --- TRL's fused head, read from the graph ------------------------------------------------------
@@ -252,51 +257,55 @@ def require_fused_head() -> None:
         log_probs = model(ids, labels=labels, fused_lm_head=True).log_probs
         missing = _NODE
         try:
-            if _reads_as(log_probs, labels[:, 1:] != IGNORE, model.logits(ids)[:, :-1]):
+            if _reads_as(log_probs, labels, model.logits(ids)[:, :-1]):
                 return
         except (AttributeError, IndexError, KeyError) as problem:
             missing = f"{_NODE}: {problem}"
     raise without_names("TRL's fused head", ("trl", "torch"), (missing,), "'alphatoken[train]'")
 
 
-def _reads_as(log_probs: Tensor, label_mask: Tensor, logits: Tensor) -> bool:
+def _reads_as(log_probs: Tensor, labels: Tensor, logits: Tensor) -> bool:
     """Whether log-probabilities, entropy and errors of a fused head are those of its logits."""
     node = _fused_head(log_probs)
-    shared = shared_log_probs(log_probs, label_mask)
-    entropy = head_entropy(log_probs, label_mask, 4)
+    shared = shared_log_probs(log_probs, labels)
+    entropy = head_entropy(log_probs, labels, 4)
     if node is None or shared is None or entropy is None:
         return False
     with errors_only(log_probs):
         weight = torch.autograd.grad(
             log_probs.sum(), node.saved_tensors[1], retain_graph=True, allow_unused=True
         )
-    alike = (shared, log_probs), (entropy, top_entropy(logits, 4) * label_mask)
+    alike = (shared, log_probs), (entropy, top_entropy(logits, 4) * label_mask(labels)[:, 1:])
     return weight[0] is None and all(torch.allclose(one, other) for one, other in alike)
 
 
-def _predictions(log_probs: Tensor, label_mask: Tensor) -> tuple[Any, Tensor, Tensor] | None:
-    """The head's node, rows of labelled predictions, their places in ``label_mask``; or None."""
+def _predictions(log_probs: Tensor, labels: Tensor) -> tuple[Any, Tensor, Tensor] | None:
+    """The head's node, rows of labelled predictions, their places in ``log_probs``; or None."""
     node = _fused_head(log_probs)
     if node is None or not is_whole(node.saved_tensors[1]):
         return None
-    count, places = len(node.saved_tensors[3]), label_mask.flatten().nonzero().squeeze(-1)
+    # Token t of row b is flattened label b length + t, and log-probability b (length - 1) + t - 1.
+    tokens = response_places(labels)
+    places = tokens - tokens // labels.shape[1] - 1
+    count = len(node.saved_tensors[3])
     # TRL hands its kernel all positions, or on some devices those with a label, in their order.
-    rows = places if count == label_mask.numel() else torch.arange(count).to(places)
+    rows = places if count == log_probs.numel() else torch.arange(count).to(places)
     return (node, rows, places) if len(rows) == len(places) else None
 
 
-def shared_log_probs(log_probs: Tensor, label_mask: Tensor) -> Tensor | None:
+def shared_log_probs(log_probs: Tensor, labels: Tensor) -> Tensor | None:
     """The same log-probabilities; values and update share one error of the head.
 
     Args:
         log_probs: (b, t - 1), by TRL's fused head, attached to its graph.
-        label_mask: (b, t - 1) True where the next token is labelled.
+        labels: (b, t) unshifted.
 
     Returns:
-        (b, t - 1), 0 elsewhere; equal up to rounding, as its gradients are. None where the head is
-        none of TRL's, or scales or caps its logits, or its weights are spread over processes.
+        (b, t - 1), 0 without a label; equal up to rounding, as its gradients are. None where the
+        head is none of TRL's, or scales or caps its logits, or its weights are spread over
+        processes.
     """
-    predictions = _predictions(log_probs, label_mask)
+    predictions = _predictions(log_probs, labels)
     if predictions is None:
         return None
     node, rows, places = predictions
@@ -304,13 +313,11 @@ def shared_log_probs(log_probs: Tensor, label_mask: Tensor) -> Tensor | None:
         return None
     hidden, weight, bias, targets, *_ = node.saved_tensors
     use = HeadUse(hidden, weight, bias)
-    row, index = label_mask.nonzero(as_tuple=True)
-    # Positions as in the forward, whose last one TRL drops.
-    positions = row * (label_mask.shape[1] + 1) + index
+    positions = response_places(labels) - 1  # as in the forward, whose last one TRL drops
     with torch.autocast(hidden.device.type, enabled=False):
         losses = use.take(hidden[rows].to(node.compute_dtype), positions, targets[rows])
-    zeros = losses.new_zeros(label_mask.numel())
-    return register_losses(use, zeros.index_put((places,), -losses).view(label_mask.shape))
+    zeros = losses.new_zeros(log_probs.numel())
+    return register_losses(use, zeros.index_put((places,), -losses).view(log_probs.shape))
 
 
 def top_entropy(logits: Tensor, k: int) -> Tensor:
@@ -321,18 +328,19 @@ def top_entropy(logits: Tensor, k: int) -> Tensor:
 
 
 @torch.no_grad()
-def head_entropy(log_probs: Tensor, label_mask: Tensor, k: int) -> Tensor | None:
+def head_entropy(log_probs: Tensor, labels: Tensor, k: int) -> Tensor | None:
     """``top_entropy`` of the predictions that TRL's fused head made, of logits formed in blocks.
 
     Args:
         log_probs: (b, t - 1), by the fused head, attached to its graph.
-        label_mask: (b, t - 1) True where the next token is labelled.
+        labels: (b, t) unshifted.
         k: of the likeliest tokens.
 
     Returns:
-        (b, t - 1), 0 elsewhere. None where the head is none of TRL's, or spread over processes.
+        (b, t - 1), 0 without a label. None where the head is none of TRL's, or is spread over
+        processes.
     """
-    predictions = _predictions(log_probs, label_mask)
+    predictions = _predictions(log_probs, labels)
     if predictions is None:
         return None
     node, rows, places = predictions
@@ -346,9 +354,9 @@ def head_entropy(log_probs: Tensor, label_mask: Tensor, k: int) -> Tensor | None
         if how["HAS_SOFTCAP"]:
             logits = how["softcap"] * torch.tanh(logits / how["softcap"])
         entropies.append(top_entropy(logits * how["inv_t"], k))
-    entropy = torch.zeros(label_mask.numel(), dtype=wide(dtype), device=hidden.device)
+    entropy = torch.zeros(log_probs.numel(), dtype=wide(dtype), device=hidden.device)
     values = torch.cat(entropies) if entropies else entropy[:0]
-    return entropy.index_put((places,), values).view_as(label_mask)
+    return entropy.index_put((places,), values).view(log_probs.shape)
 
 
 @contextmanager

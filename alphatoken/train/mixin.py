@@ -376,8 +376,9 @@ class AlphaTrainerMixin(TrainerInterface):
                 why="the loss is made of token log-probabilities, and logits are not kept",
                 remedy="super().compute_loss(...) without return_outputs",
             )
-        batch = self.trainer_loss.micro_batch(inputs, self._plan, num_items_in_batch)
-        loss = self.weigher.loss(model, batch)
+        with self.step_guard.deferring():
+            batch = self.trainer_loss.micro_batch(inputs, self._plan, num_items_in_batch)
+            loss = self.weigher.loss(model, batch)
         self.step_guard.expect_gradient(loss)
         return loss
 

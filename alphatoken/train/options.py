@@ -128,14 +128,6 @@ class AlphaOptions(AlphaFields):
         return replace(config, walk_learning_rate=rate, walk_refresh=0)
 
     @property
-    def validation_rows_at_once(self) -> int | None:
-        """Rows of one validation forward; None for all of a process, where nothing is known."""
-        if self.validation_micro_batch_size is not None:
-            return self.validation_micro_batch_size
-        # What memory a training forward has, it has: all rows at once may be many times as large.
-        return getattr(self, "per_device_train_batch_size", None)
-
-    @property
     def weighs(self) -> bool:
         """True if any token is valued or weighed; if not, the trainer is the one below it."""
         return self.policy != "all" or self.needs_values

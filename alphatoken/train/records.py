@@ -23,6 +23,7 @@ from alphatoken.model.batch import IGNORE
 from alphatoken.model.loading import model_name, text_tokenizer
 from alphatoken.score.value_page import summarise, write_report
 from alphatoken.score.values import ScoredExample, Visits, read_values, write_values
+from alphatoken.support.devices import on_host
 from alphatoken.support.storage import read_json
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.interface import TrainerInterface
@@ -155,6 +156,10 @@ class TrainMonitor:
         self._scoring, self._direction = float(values["scoring"]), float(values["direction"])
 
 
+_UNWRITTEN = 64
+"""Micro-batches on a device that wait for the ledger at most."""
+
+
 class RunRecords:
     """Monitor and ledger of a run; each micro-batch is written down once, by its weigher.
 
@@ -163,15 +168,25 @@ class RunRecords:
 
     Attributes:
         monitor: statistics between two logs.
-        ledger: values of every training token, summed over its visits.
         listener: is called with mask and weights of each micro-batch; None for nobody.
     """
 
     def __init__(self, trainer: TrainerInterface) -> None:
         self._trainer = trainer
         self.monitor = TrainMonitor()
-        self.ledger = ValueLedger()
+        self._ledger, self._unwritten = ValueLedger(), list[Callable[[], None]]()
         self.listener: Callable[[Tensor, Tensor], None] | None = None
+
+    @property
+    def ledger(self) -> ValueLedger:
+        """Values of every training token, summed over its visits so far."""
+        self._write_all()
+        return self._ledger
+
+    def _write_all(self) -> None:
+        unwritten, self._unwritten = self._unwritten, []
+        for write in unwritten:
+            write()
 
     def micro_batch(self, batch: MicroBatch, values: TokenValues | None, weights: Tensor) -> None:
         """Write down what one micro-batch is trained with.
@@ -184,17 +199,21 @@ class RunRecords:
         if self.listener is not None:
             self.listener(batch.mask, weights)
         self.monitor.record(weights=weights, mask=batch.mask, values=values)
-        if values is not None and self._trainer.args.export_values:
-            self.ledger.add(
-                {**batch.inputs, "labels": batch.labels},
-                batch.mask,
-                values,
-                weights,
-                scale=float(self._trainer.optimizer.param_groups[0]["lr"])
-                * batch.unit
-                * undivided(batch, self._trainer.args.kept_normalization),
-                step=self._trainer.state.global_step,
-            )
+        if values is None or not self._trainer.args.export_values:
+            return
+        rate = float(self._trainer.optimizer.param_groups[0]["lr"])
+        step = self._trainer.state.global_step
+        self._unwritten.append(partial(self._write, batch, values, weights, rate, step))
+        # On a device each number that is read waits for the step, so several are read together.
+        if on_host(batch.mask) or len(self._unwritten) >= _UNWRITTEN:
+            self._write_all()
+
+    def _write(
+        self, batch: MicroBatch, values: TokenValues, weights: Tensor, rate: float, step: int
+    ) -> None:
+        scale = rate * batch.unit * undivided(batch, self._trainer.args.kept_normalization)
+        inputs = {**batch.inputs, "labels": batch.labels}
+        self._ledger.add(inputs, batch.mask, values, weights, scale=scale, step=step)
 
     def write_results(self) -> None:
         """Values and their page, into ``output_dir/_alphatoken``."""

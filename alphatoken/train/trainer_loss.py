@@ -65,10 +65,11 @@ class MicroBatch:
         loss_mask: (b, t) tokens that the trainer's own loss counts: beside ``mask`` those that
             padding predicts, as it does the first one of a row padded on the left.
         rank_groups: rows that are ranked together; chosen, then rejected, in a preference trainer.
-        unit_of: (loss_mask, num_items) -> ``unit``; called only where it is needed, because it
-            waits for the device.
+        unit_of: (loss_mask, num_items, micro-batches of the step) -> ``unit``; called only where
+            it is needed, because it waits for the device.
         plan: what the plan of its step decided for it.
         num_items: transformers' count of the tokens of the step's loss, or None.
+        steps: micro-batches of its optimizer step.
     """
 
     inputs: Mapping[str, Any] = field(repr=False)
@@ -76,14 +77,15 @@ class MicroBatch:
     mask: Tensor
     loss_mask: Tensor
     rank_groups: Sequence[slice]
-    unit_of: Callable[[Tensor, Any], float] = field(repr=False)
+    unit_of: Callable[[Tensor, Any, int], float] = field(repr=False)
     plan: MicroBatchPlan
     num_items: Any = None
+    steps: int = 1
 
     @property
     def unit(self) -> float:
         """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
-        return self.unit_of(self.loss_mask, self.num_items)
+        return self.unit_of(self.loss_mask, self.num_items, self.steps)
 
 
 def undivided(batch: MicroBatch, kind: str) -> float:
@@ -189,6 +191,10 @@ class TrainerLoss:
         """Validation or retention rows as one batch on the model's device."""
         return self._trainer.row_batch(rows)
 
+    def row_length(self, row: Mapping[str, Any]) -> int:
+        """Tokens of a validation or retention row in a batch."""
+        return int(self._trainer.row_length(row))
+
     def prepare_pool(self, rows: list[dict[str, Any]]) -> None:
         """Add to validation and retention rows what only the prepared model can give."""
         self._trainer.prepare_pool(rows)
@@ -208,6 +214,7 @@ class TrainerLoss:
             unit_of=self.unit,
             plan=plan,
             num_items=num_items,
+            steps=int(self._trainer.current_gradient_accumulation_steps),
         )
 
     def loss_labels(self, inputs: Mapping[str, Any]) -> Tensor:
@@ -272,11 +279,11 @@ class TrainerLoss:
             count /= self.accelerator.num_processes  # TRL multiplies the loss by it
         return -by_token(coefficients) * count
 
-    def unit(self, mask: Tensor, num_items: Any) -> float:
+    def unit(self, mask: Tensor, num_items: Any, steps: int) -> float:
         """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
         count = mask.sum() if num_items is None else num_items
         # Without a count of the step each micro-batch is a mean, and the step a mean of them.
-        share = 1 if num_items is not None else self._trainer.current_gradient_accumulation_steps
+        share = 1 if num_items is not None else steps
         return 1.0 / (max(float(count), 1.0) * share)
 
     def step_scale(self, num_items: Any) -> float:

@@ -6,18 +6,26 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from alphatoken.config import WALK
-from alphatoken.direction.objective import objective_value, scoring_forward
-from alphatoken.model.batch import label_mask, labels_of_all
+from alphatoken.direction.objective import (
+    mean_gradient,
+    objective_value,
+    scoring_forward,
+)
+from alphatoken.model.batch import has_response, label_mask, labels_of_all, read_batch
+from alphatoken.model.forward import spares_logits
+from alphatoken.model.scope import tokens_beside_weights
 from alphatoken.scorer import Observed, Scorer
 from alphatoken.support.progress import shown_progress
 from alphatoken.train.distributed import (
     even_micro_batches,
+    layout,
     master_weights,
     needs_own_forward,
     rounded_reference,
@@ -64,6 +72,8 @@ class Valuation:
                 seed=options.value_seed + 1,
             )
         self._sharded = False
+        self._spares_logits = False
+        self._drawn: dict[int, tuple[Sequence[int], list[Any]]] = {}
         self._scorer: Scorer | None = None
         self._step: int | None = None
         self._built: int | None = None
@@ -116,27 +126,68 @@ class Valuation:
             masters=masters,
         )
         scorer.warn = False  # no drift at the first steps; the balance is logged
+        whole = layout(run.accelerator) in ("single", "ddp")
+        if rows.validation and whole and options.estimator != WALK:
+            # Seen of one row, so that no pass over many forms logits that one could have spared.
+            objective_value(scorer.adapter, run.row_batch(rows.validation[:1]))
+            self._spares_logits = spares_logits(scorer.adapter)
         return scorer
 
     def _draw(self, pool: ValidationPool, rows: Sequence[dict[str, Any]], step: int) -> list[Any]:
-        return self._batches(rows, pool.rows(step))
+        """Batches of a pool's rows at this step; those of the last draw where it has the same."""
+        chosen, before = pool.rows(step), self._drawn.get(id(pool))
+        # Another number of rows fits once the scorer is built, and a reference that moves gives
+        # other numbers to the same rows.
+        stays = self._scorer is not None and not getattr(self._options, "sync_ref_model", False)
+        if stays and before is not None and before[0] == chosen:
+            return before[1]
+        batches = self._batches(rows, chosen)
+        if stays:
+            self._drawn[id(pool)] = chosen, batches
+        return batches
+
+    def _rows_at_once(self, rows: Sequence[dict[str, Any]]) -> int | None:
+        """Rows of one validation forward; None for all of a process, where nothing is known.
+
+        Gradients do not exist yet when M is built. So a pass may take what memory they will take,
+        where that is more than a training forward's: fewer and larger passes keep an accelerator
+        busy. It stays a training forward's where each is a step of a walk, where logits are formed,
+        and where gradients are kept in other forms.
+        """
+        options, scorer = self._options, self._scorer
+        if options.validation_micro_batch_size is not None:
+            return int(options.validation_micro_batch_size)
+        size: int | None = getattr(options, "per_device_train_batch_size", None)
+        if size is None or scorer is None or not self._spares_logits:
+            return size
+        longest = max(map(self._trainer_loss.row_length, rows))
+        return max(size, tokens_beside_weights(scorer.adapter, scorer.scored.first) // longest)
 
     def _batches(self, rows: Sequence[dict[str, Any]], chosen: Sequence[int]) -> list[Any]:
         """This process's share of the chosen rows, in micro-batches."""
-        ranks, size = self._ranks, self._options.validation_rows_at_once
+        ranks, size = self._ranks, self._rows_at_once(rows)
         if self._sharded:
             # Each forward gathers weights: a process with one fewer would leave the others waiting.
             parts = even_micro_batches(chosen, ranks.rank, ranks.world, size)
         else:
             own = ValidationPool.share_of(chosen, ranks.rank, ranks.world)
-            size = size or max(len(own), 1)
-            parts = [own[i : i + size] for i in range(0, len(own), size)]
-        return [self._trainer_loss.row_batch([rows[i] for i in part]) for part in parts]
+            pieces = 1 if size is None else max(1, -(-len(own) // size))
+            bounds = [len(own) * i // pieces for i in range(pieces + 1)]
+            parts = [own[a:b] for a, b in pairwise(bounds)]
+        return [self._checked(self._trainer_loss.row_batch([rows[i] for i in p])) for p in parts]
+
+    def _checked(self, batch: Any) -> Any:
+        """A batch that the same rows need not be read from again; pairs as they are."""
+        if self._scorer is None or not isinstance(batch, Mapping):
+            return batch
+        adapter = self._scorer.adapter
+        limit, model = adapter.max_positions(), adapter.model
+        return read_batch(batch, max_length=limit, role="validation batch", model=model)
 
     def _reduce(self, role: str, sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
         # Sharded sums are summed already, counts are not.
         sums, count = self._ranks.sum_gradients(sums, count, sharded=self._sharded)
-        return {name: total / count for name, total in sums.items()}
+        return mean_gradient(role, sums, count)
 
     @selecting()
     def begin(self) -> None:
@@ -193,7 +244,7 @@ class Valuation:
 
     def wanted(self, batch: MicroBatch) -> bool:
         """Whether this micro-batch is valued: on all processes if on one (it is collective)."""
-        return self._needed and self._ranks.any(bool(batch.mask.any()))
+        return self._needed and self._ranks.any(has_response(batch.labels))
 
     def forward_of(self, batch: MicroBatch) -> str | None:
         """Forward of which the micro-batch is valued now: "training", or one of its "own".
@@ -237,7 +288,7 @@ class Valuation:
         """Values of the micro-batch whose forward ``observed`` saw; None without a response."""
         started = time.perf_counter()
         labels, mask = batch.labels, batch.mask
-        empty = not bool(mask.any())
+        empty = not has_response(labels)
         if empty:  # on another process there is a response; this one takes part, and counts nothing
             labels = _with_one_label(labels, batch.inputs)
             mask = label_mask(labels)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,8 +28,10 @@ from transformers import TrainerCallback
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
+from alphatoken.support.devices import Refusals, deferred_refusals, settle
+from alphatoken.support.precision import float16_named
 from alphatoken.support.seeds import seed_of
-from alphatoken.train.distributed import global_selection
+from alphatoken.train.distributed import global_selection, layout
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.log_prob_proxy import LogProbProxy, by_token, require_finite
 from alphatoken.train.policy import Columns, PolicyBatch, TokenPolicy
@@ -211,14 +213,22 @@ class Weigher:
             coefficients = proxy.coefficients(own_loss, leaf)[:, 1:]
             loss, divided = own_loss.detach(), torch.ones_like(leaf)
         else:
-            if policy.keeps_all(bool((weights[batch.mask] == 1).all())):
-                # Also the tokens without a value, which only padding predicts: TRL trains on them.
-                weights = batch.loss_mask.to(weights)
+            weights = self._with_unvalued(batch, weights)
             divided = normalised(weights, batch, self._divisor, plan.kept_share)
             coefficients = run.final_coefficients(proxy, coefficients, weights, inputs)
         update = proxy.surrogate(loss, coefficients, divided)
         # A term of the policy's loss that reaches the model by another forward has its graph here.
         return update if own_loss is None else update + (own_loss - own_loss.detach())
+
+    def _with_unvalued(self, batch: MicroBatch, weights: Tensor) -> Tensor:
+        """Weights; where the trainer below trains so, also of tokens that only padding predicts."""
+        # Whether all weights are 1 is not waited for: most policies go by something else, and the
+        # others' answers are both known.
+        of_full, of_others = (self.policy.keeps_all(full) for full in (True, False))
+        if of_full == of_others:
+            return batch.loss_mask.to(weights) if of_full else weights
+        full = ((weights == 1) | ~batch.mask).all()
+        return torch.where(full == of_full, batch.loss_mask.to(weights), weights)
 
     def _check_own_loss(self, loss: Tensor | None, proxy: LogProbProxy) -> None:
         """Refuse a policy's loss that is not finite, lacks the routers' loss, or is missing."""
@@ -329,6 +339,13 @@ class StepGuard(TrainerCallback):
 
     def __init__(self, trainer: TrainerInterface) -> None:
         self._trainer, self._reached = trainer, 0
+        self._refusals = Refusals()
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Numbers on a device that are refused inside are read once, before the weights move."""
+        # DeepSpeed's engine moves them inside the backward.
+        within = layout(self._trainer.accelerator).startswith("zero")
+        return deferred_refusals(None if within else self._refusals)
 
     def expect_gradient(self, loss: Tensor) -> None:
         """Count ``loss``, a weigher's, when its gradient is taken."""
@@ -340,13 +357,17 @@ class StepGuard(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Begin to count weighted losses."""
         self._reached = 0
+        self._refusals.clear()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Stop where a micro-batch of the step was not weighed.
 
         Raises:
             UnsupportedError: before the optimizer has moved anything.
+            NumericalError, InputError: numbers of the step that are refused, on a device.
         """
+        with float16_named(self._trainer.model):
+            settle(self._refusals)
         due = self._trainer.current_gradient_accumulation_steps
         if self._reached >= due:
             return
