@@ -179,7 +179,7 @@ def mean_gradient(role: str, sums: dict[str, Tensor], count: float) -> dict[str,
             remedy="pass at least one batch with response tokens",
         )
     # In place, so that sums and means of all parameters never lie in memory side by side.
-    if count != 1:
+    if sums and count != 1:
         torch._foreach_div_(list(sums.values()), count)
     means = dict(sums)
     sums.clear()

@@ -202,6 +202,7 @@ class Differences:
         self._steps: dict[tuple[str, int], Step] = {}
         self._chooses = False  # whether the model sends tokens to parts of it by their numbers
         self._lengths = WeakTensorKeyDictionary()
+        self._memory: list[Tensor] = []  # of moved weights, where no training step needs it
 
     def values(
         self,
@@ -213,6 +214,7 @@ class Differences:
         side: int = 0,
         shown: Callable[[], LabelledBatch | None] | None = None,
         see: Callable[[Tensor], None] | None = None,
+        keep_memory: bool = False,
     ) -> DirectionalDerivative:
         """``<grad l_k, M>`` for every response token k, and the estimated relative error.
 
@@ -225,6 +227,8 @@ class Differences:
             shown: gives the batch on a slice of which a step is chosen, so that values do not
                 depend on which rows came first; None for ``batch``.
             see: gets what the losses (b, t) at the current weights should be, and may refuse them.
+            keep_memory: keep the memory of the moved weights for the next call; filling fresh
+                memory takes several times as long.
 
         Returns:
             Values (b, t), index i for token i, 0 off the response, float32 or wider; and the error
@@ -239,7 +243,8 @@ class Differences:
         Exactness: the error that is returned, within a factor of 3. Source: ours, of the
         definition of the derivative. Oracle: ``alphatoken.oracle.gradients.label_values``.
         """
-        shift = ShiftedWeights(self._adapter.model, direction, self._sharding)
+        memory = self._memory if keep_memory else None
+        shift = ShiftedWeights(self._adapter.model, direction, self._sharding, memory)
         norm = self._length(shift, direction)
         zeros = torch.zeros(batch.labels.shape, device=batch.labels.device)
         nothing = DirectionalDerivative(zeros, form)
@@ -433,8 +438,8 @@ class _Quotients:
 
     def _mean(self, tensor: Tensor) -> float:
         """Root mean square over the response tokens of all processes, which decide alike."""
-        square = float(tensor[self._mask].double().square().sum())
-        square, count = self._summed([square, float(self._mask.sum())])
+        numbers = tensor.double().masked_fill(~self._mask, 0.0).square().sum(), self._mask.sum()
+        square, count = self._summed(torch.stack([number.double() for number in numbers]).tolist())
         return math.sqrt(square / count) if count else 0.0
 
     def error(self, length: float) -> float:

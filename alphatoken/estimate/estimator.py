@@ -198,6 +198,11 @@ class Estimator(ABC, Generic[D]):
         """Whether values need a recorded forward; without one they run forwards of their own."""
         return self.config.preconditioner == "full"
 
+    @property
+    def shares_head(self) -> bool:
+        """Whether values use the errors of the head, which the training step then need not form."""
+        return True
+
     def read(
         self,
         batch: Mapping[str, Any],

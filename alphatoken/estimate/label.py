@@ -69,6 +69,11 @@ class Label(Estimator[Direction]):
         self._starts = True
         self._bases = True
 
+    @property
+    def shares_head(self) -> bool:
+        """True by forward mode; differences read losses alone."""
+        return self.needs_forward or self._ways()[0] == "forward_mode"
+
     def prepare(self, batch: LabelledBatch | None = None) -> Direction:
         """M at the current weights, along which derivatives are proved."""
         direction = super().prepare(batch)
@@ -298,6 +303,7 @@ class Label(Estimator[Direction]):
         difference = partial(
             self._differences.values,
             recording.batch, side, form, side=number, shown=self.inputs.first_batch, see=see,
+            keep_memory=recording.recorder is None,
         )  # fmt: skip
         derivative = difference(base=recording.losses if based else None)
         if based and derivative.doubt is not None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from alphatoken.model.sharding import Sharding, objects_in_use
+from alphatoken.support.devices import on_host
 from alphatoken.support.precision import wide
 
 _ATTEMPTS = 8  # at restoring weights, each ended by a signal
@@ -62,7 +63,8 @@ class TemporaryWeights:
 
     A tied weight moves once. Under ``sharding`` every process moves its own part, and gathers
     nothing. A view that a module has made of a weight for good does not see the move. Memory: one
-    more copy of what moves, while ``open``.
+    more copy of what moves, while ``open``; it stays in ``memory``, where that is handed over, for
+    the next one to take.
     """
 
     # The parameters are the same objects and have other memory meanwhile, which spares two copies
@@ -70,9 +72,13 @@ class TemporaryWeights:
     # written in place.
 
     def __init__(
-        self, model: nn.Module, names: Iterable[str], sharding: Sharding | None = None
+        self,
+        model: nn.Module,
+        names: Iterable[str],
+        sharding: Sharding | None = None,
+        memory: list[Tensor] | None = None,
     ) -> None:
-        self._model, self._sharding = model, sharding
+        self._model, self._sharding, self._memory = model, sharding, memory
         self._regather()
         named = dict(model.named_parameters(remove_duplicate=False))
         once = {id(named[name]): name for name in names}
@@ -83,7 +89,7 @@ class TemporaryWeights:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Allow moves inside; the weights are restored at the end, also after an exception."""
-        targets = self._memory()
+        targets = self._own()
         self._before = targets if self._sharding is None else [part.clone() for part in targets]
         self._targets = [] if self._sharding is None else targets
         try:
@@ -102,7 +108,7 @@ class TemporaryWeights:
             if raised is not None:
                 raise raised
 
-    def _memory(self) -> list[Tensor]:
+    def _own(self) -> list[Tensor]:
         return [self._moving(name, self._part(name))[0] for name in self._parameters]
 
     def _back(self) -> None:
@@ -110,14 +116,17 @@ class TemporaryWeights:
             for parameter, before in zip(self._parameters.values(), self._before, strict=True):
                 _put(parameter, before)
         else:
-            for target, before in zip(self._targets, self._before, strict=True):
-                target.copy_(before)
+            torch._foreach_copy_(self._targets, self._before)
         self._moved()
 
     def _away(self) -> list[Tensor]:
         """Memory for the moved weights, which is the parameters' from then on."""
         if not self._targets:
-            self._targets = [torch.empty_like(before) for before in self._before]
+            kept = [] if self._memory is None else self._memory
+            fits = [(t.shape, t.dtype, t.device) for t in self._before]
+            if [(t.shape, t.dtype, t.device) for t in kept] != fits:
+                kept[:] = [torch.empty_like(before) for before in self._before]
+            self._targets = list(kept)
             for parameter, target in zip(self._parameters.values(), self._targets, strict=True):
                 _put(parameter, target)
         return self._targets
@@ -128,8 +137,8 @@ class TemporaryWeights:
     @torch.no_grad()
     def place(self, weights: Mapping[str, Tensor]) -> None:
         """Move to these weights (or this process's parts, as in ``parts``), rounded."""
-        for target, name in zip(self._away(), self._parameters, strict=True):
-            target.copy_(self._moving(name, weights[name])[1])
+        parts = [self._moving(name, weights[name])[1] for name in self._parameters]
+        torch._foreach_copy_(self._away(), parts)
         self._moved()
 
     def parts(self) -> dict[str, Tensor]:
@@ -159,9 +168,14 @@ class TemporaryWeights:
     def _norm(self, tensors: Mapping[str, Tensor]) -> float:
         if self._sharding is not None:
             return math.hypot(*self._sharding.norms(tensors).values())
-        every = [t.detach() for t in tensors.values()]
-        parts = [torch.linalg.vector_norm(t, dtype=wide(t.dtype)).double() for t in every]
-        return float(torch.stack([part.to(parts[0].device) for part in parts]).norm())
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in tensors.values():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+        parts = [
+            torch.stack(torch._foreach_norm(kind, dtype=wide(dtype))).double()
+            for (_, dtype), kind in by_kind.items()
+        ]
+        return float(torch.cat([part.to(parts[0].device) for part in parts]).norm())
 
 
 class ShiftedWeights(TemporaryWeights):
@@ -172,14 +186,15 @@ class ShiftedWeights(TemporaryWeights):
         model: nn.Module,
         direction: Mapping[str, Tensor],
         sharding: Sharding | None = None,
+        memory: list[Tensor] | None = None,
     ) -> None:
-        super().__init__(model, direction, sharding)
+        super().__init__(model, direction, sharding, memory)
         self._direction = {name: direction[name] for name in self._parameters}
         self._along: list[Tensor] = []
 
-    def _memory(self) -> list[Tensor]:
+    def _own(self) -> list[Tensor]:
         pairs = [self._moving(name, m) for name, m in self._direction.items()]
-        self._along = [m for _, m in pairs]
+        self._along = [m.to(target.dtype) for target, m in pairs]
         return [target for target, _ in pairs]
 
     def _inside(self) -> AbstractContextManager[None]:
@@ -188,8 +203,13 @@ class ShiftedWeights(TemporaryWeights):
     @torch.no_grad()
     def to(self, step: float) -> None:
         """Move to ``theta + step M``."""
-        for target, m, before in zip(self._away(), self._along, self._before, strict=True):
-            torch.add(before, m.to(target.dtype), alpha=step, out=target)
+        targets = self._away()
+        if on_host(targets[0]):  # in one pass over memory
+            for target, m, before in zip(targets, self._along, self._before, strict=True):
+                torch.add(before, m, alpha=step, out=target)
+        else:  # in few kernels
+            torch._foreach_copy_(targets, self._before)
+            torch._foreach_add_(targets, self._along, alpha=step)
         self._moved()
 
     def direction_norm(self) -> float:

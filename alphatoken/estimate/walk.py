@@ -162,6 +162,11 @@ class Walk(Estimator[End]):
         # off, and each value would be 0.
         self._depends = True
 
+    @property
+    def shares_head(self) -> bool:
+        """False: a walk reads losses alone."""
+        return False
+
     def prepare(self, batch: LabelledBatch | None = None) -> End:
         """The end of the walk; a walk is taken where one is due. Empty of a second model."""
         if self._reference is not None:

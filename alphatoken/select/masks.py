@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.errors import InputError, NumericalError, require_choice
+from alphatoken.support.devices import true_places
 from alphatoken.support.precision import refuse_first
 
 _ROUNDINGS = {"ceil": math.ceil, "floor": math.floor}
@@ -91,7 +92,7 @@ def response_values(
 
 def _top_of(values: Tensor, mask: Tensor, ratio: float, rounding: str) -> Tensor:
     """Keep the first ``keep_count`` of the tokens in ``mask``, by value, then by index."""
-    candidates = mask.flatten().nonzero().squeeze(-1)
+    candidates = true_places(mask)
     # Candidates are in (batch index, position) order, and a stable sort keeps it within ties.
     order = torch.sort(values.flatten()[candidates], descending=True, stable=True).indices
     keep = torch.zeros_like(mask.flatten())

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -18,6 +19,26 @@ def on_host(tensor: Tensor) -> bool:
     pieces, and while the program waits to learn which of them are zero.
     """
     return tensor.device.type == "cpu"
+
+
+_PLACES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Masks to (the version that they had, the places of True in them)."""
+
+
+def true_places(mask: Tensor) -> Tensor:
+    """Indices (n,) of True in a flattened mask, in order; waited for once a mask."""
+    if not mask.is_inference():  # which has no version
+        version, places = _PLACES.get(mask, (None, None))
+        if places is not None and version == mask._version:
+            assert isinstance(places, Tensor)
+            return places
+    return mask.flatten().nonzero().squeeze(-1)
+
+
+def remember_places(mask: Tensor, places: Tensor) -> None:
+    """Let ``true_places`` of this mask be these, which are known of it, until it is written to."""
+    if not mask.is_inference():
+        _PLACES[mask] = mask._version, places
 
 
 Refusals = list[tuple[Tensor, Callable[[], None]]]

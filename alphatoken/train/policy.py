@@ -270,7 +270,10 @@ class TokenPolicy:
         scores = self.scores(batch).detach()
         kept = torch.zeros_like(batch.mask)
         for rows in batch.rank_groups:
-            kept[rows] = self.select(scores[rows], batch.mask[rows], ratio, batch.generator)
+            # As it is where it is whole: the places in it are known.
+            whole = rows == slice(0, len(batch.mask))
+            mask = batch.mask if whole else batch.mask[rows]
+            kept[rows] = self.select(scores[rows], mask, ratio, batch.generator)
         return kept.to(batch.log_probs.dtype)
 
     def select(

@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from alphatoken.model.batch import label_mask, predicted_labels
+from alphatoken.model.batch import label_mask, predicted_labels, response_places
+from alphatoken.support.devices import remember_places
 from alphatoken.support.seeds import seed_of
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.interface import TrainerInterface
@@ -205,6 +206,7 @@ class TrainerLoss:
         """Labels, masks and groups of a batch, each read once."""
         labels = self.response_labels(inputs)
         mask = label_mask(labels)
+        remember_places(mask, response_places(labels))
         return MicroBatch(
             inputs=inputs,
             labels=labels,

@@ -277,7 +277,7 @@ class Valuation:
         """Values of the training forward; see :meth:`_values`."""
         # Values and update take one error of the head. No process has a head whole that is spread
         # over several.
-        if self.scorer.scored.sharding is None:
+        if self.scorer.scored.sharding is None and self.scorer.estimator.shares_head:
             proxy.share_head(batch.labels)
         return self._values(observed, proxy, coefficients, batch)
 

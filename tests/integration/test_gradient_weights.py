@@ -249,10 +249,10 @@ def test_entropy_of_the_training_forward(
             expected = -float((p * p.log()).sum())
             assert float(actual[row, t]) == pytest.approx(expected, abs=2e-6)
         assert not bool(actual[labels == -100].any())
-    nothing = torch.zeros_like(labels[:, 1:], dtype=torch.bool)
+    nothing = torch.full_like(labels, -100)
     if name != "of logits":
         assert head_entropy(proxy.log_probs, nothing, 5) is not None
-    assert head_entropy(torch.zeros(2, 3, requires_grad=True).exp(), nothing[:, :3], 5) is None
+    assert head_entropy(torch.zeros(2, 3, requires_grad=True).exp(), nothing[:, :4], 5) is None
     assert top_entropy(logits.detach().bfloat16(), 5).dtype == torch.float32
 
 
@@ -260,6 +260,6 @@ def test_entropy_of_the_training_forward(
 def test_heads_that_change_their_logits_share_nothing(name: str) -> None:
     proxy, _ = _forward(_of(name))
     assert proxy.log_probs is not None
-    assert shared_log_probs(proxy.log_probs, BATCH["labels"][:, 1:] != -100) is None
+    assert shared_log_probs(proxy.log_probs, BATCH["labels"]) is None
     proxy.share_head(BATCH["labels"])
     assert proxy.scores is proxy.log_probs

@@ -283,10 +283,9 @@ def test_ledgers_of_processes_add_up(monkeypatch: pytest.MonkeyPatch, rank: int)
 
     ranks = SimpleNamespace(world=2, rank=rank, broadcast_object=broadcast)
     monkeypatch.setattr(records, "Ranks", lambda accelerator: ranks)
-    run = records.RunRecords.__new__(records.RunRecords)
     args = SimpleNamespace(should_save=rank == 0)
-    run._trainer = SimpleNamespace(args=args, accelerator=None)  # type: ignore[assignment]
-    run.ledger = ledgers[rank]
+    run = records.RunRecords(SimpleNamespace(args=args, accelerator=None))  # type: ignore[arg-type]
+    run._ledger = ledgers[rank]
     before = ValueLedger()
     before.load_tensors(run.ledger.state_tensors())
     whole = run._all_ledgers()

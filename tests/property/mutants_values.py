@@ -73,7 +73,7 @@ VALUES_BY_DIFFERENCES = (
          "2 * length if self.form", "length if self.form")),
     row("shift-to-the-other-side", SHIFTED,
         "the weights move along -M",
-        ("estimate.temporary_weights.ShiftedWeights.to", "alpha=step", "alpha=-step")),
+        ("estimate.temporary_weights.ShiftedWeights.to", "alpha=step, out", "alpha=-step, out")),
     row("tied-weight-moved-once-a-name", claim(moved.test_a_tied_weight_moves_once, examples=1),
         "a weight that two names share moves twice",
         ("estimate.temporary_weights.TemporaryWeights.__init__",

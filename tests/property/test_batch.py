@@ -46,7 +46,7 @@ def test_reading_counts_tokens_and_positions_and_finds_documents(
     lines: tuple[str, ...], accelerator: bool
 ) -> None:
     data = make_batch(lines, vocabulary=7, seed=0)
-    with mock.patch.object(batch, "on_host", lambda _: not accelerator):
+    with mock.patch.object(batch, "on_host", return_value=not accelerator):
         found = batch.read_batch(data)
         places = batch.response_places(found.labels)
     assert places.tolist() == found.mask.flatten().nonzero().flatten().tolist()

@@ -99,7 +99,7 @@ class HeadCase:
         with (
             mock.patch.object(head, "_WORKSPACE", self.workspace),
             mock.patch.object(head, "_WORKSPACE_OF_ACCELERATOR", self.workspace),
-            mock.patch.object(head, "on_host", lambda _: not self.accelerator),
+            mock.patch.object(head, "on_host", return_value=not self.accelerator),
             mock.patch.object(head, "_ROWS", self.rows),
         ):
             yield
