@@ -324,8 +324,8 @@ def _about_stability(fisher: FisherDrift | None, summary: ValueSummary) -> list[
     if fisher is None:
         return ["No Fisher was given: stability is zero and the total is adaptation alone."]
     notes = []
-    ranges = {one.key: (one.minimum, one.maximum) for one in summary.components}
-    if ranges.get("stability") == (0.0, 0.0):
+    stability = summary.components.get("stability", {})
+    if (stability.get("minimum"), stability.get("maximum")) == (0.0, 0.0):
         notes.append(
             "The retention term is exactly zero: the model's weights are the Fisher's reference, "
             "as at the first step of training. Stability begins to count once they have moved."
