@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from alphatoken.score.value_page import ValueSummary, summarise, write_report
     from alphatoken.score.values import (
         COMPONENTS,
-        Component,
         ScoredExample,
         Visits,
         read_values,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMPONENTS",
-    "Component",
     "ScoredExample",
     "ValueSummary",
     "Visits",

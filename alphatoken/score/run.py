@@ -199,7 +199,7 @@ def _score_batch(job: Job, scorer: Scorer, examples: Sequence[Example]) -> Itera
     scope = "batch" if options.keep_scope == "dataset" else options.keep_scope
     with float16_named(job.model):
         kept = select_top(values.total, values.mask, options.keep_ratio, scope=scope)
-    columns = {c.key: getattr(values, c.key) for c in COMPONENTS}
+    columns = {key: getattr(values, key) for key in COMPONENTS}
     columns |= _values_by_query(values, len(options.query))
     for index, example in enumerate(examples):
         length = len(example.input_ids)

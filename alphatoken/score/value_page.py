@@ -109,11 +109,11 @@ def summarise(
         low = heapq.nsmallest(extremes, low, key=itemgetter(0))
     n = summary.response_tokens
     summary.components = {
-        c.key: {"count": n, "mean": total / n, "minimum": low, "maximum": high}
+        key: {"count": n, "mean": total / n, "minimum": low, "maximum": high}
         | {"positive": positive / n}
-        for c in COMPONENTS
-        if c.key in sums
-        for total, low, high, positive in [sums[c.key]]
+        for key in COMPONENTS
+        if key in sums
+        for total, low, high, positive in [sums[key]]
     }
     summary.highest, summary.lowest = (
         [(total, worded(example, texts), at) for total, example, at in side] for side in (high, low)
@@ -253,20 +253,20 @@ def setting_tiles(settings: Mapping[str, object]) -> list[tuple[str, str]]:
 
 def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any]]:
     said = summary.components
-    components = [component for component in COMPONENTS if component.key in said]
     # A component that is zero everywhere is said to be so; drawing it would only take room.
     present = [
-        c
-        for c in components
-        if c.key == "total" or said[c.key]["minimum"] or said[c.key]["maximum"]
+        key for key in said if key == "total" or said[key]["minimum"] or said[key]["maximum"]
     ]
-    zero = [c.name for c in components if c not in present]
-    if not any(c.key == "stability" for c in present):  # then the total is the adaptation
-        present = [c for c in present if c.key != "adaptation"]
-    shown, left_out = shown_examples(summary.sample, [c.key for c in present])
+    zero = [COMPONENTS[key][0] for key in said if key not in present]
+    if "stability" not in present:  # then the total is the adaptation
+        present = [key for key in present if key != "adaptation"]
+    described = [
+        {"key": key, "name": COMPONENTS[key][0], "meaning": COMPONENTS[key][1]} for key in present
+    ]
+    shown, left_out = shown_examples(summary.sample, present)
     heatmaps = environment().get_template("heatmap.html.j2")
     html = heatmaps.render(
-        components=present,
+        components=described,
         shown=len(shown),
         sequences=summary.sequences,
         left_out=left_out,
@@ -278,7 +278,6 @@ def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any
         _extremes("Highest", summary.highest),
         _extremes("Lowest", summary.lowest),
     ]
-    described = [{"key": c.key, "name": c.name, "meaning": c.meaning} for c in present]
     return sections, {"components": described, "examples": shown}
 
 
@@ -286,10 +285,9 @@ def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any
 
 
 def _distributions(summary: ValueSummary) -> Section:
-    names = {component.key: component.name for component in COMPONENTS}
     said = summary.components.values()
     columns: list[Column] = [
-        ("Component", "words", [names[key] for key in summary.components]),
+        ("Component", "words", [COMPONENTS[key][0] for key in summary.components]),
         ("Mean", "number", [number(one["mean"], signed=True) for one in said]),
         ("Lowest", "number", [number(one["minimum"], signed=True) for one in said]),
         ("Highest", "number", [number(one["maximum"], signed=True) for one in said]),
