@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.support.storage import write_json
+from benchmarks.data import MODELS
 from benchmarks.pages import DOCS, number, span, table
 
 FILE = DOCS / "prices.json"
-MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
+PRICED = ("smollm2", "gemma3")
+"""Models of the table."""
+
 GPU = "H200"
 _HERE = Path(__file__).parent
 _SIZE = "2 x 512 tokens"
@@ -79,7 +82,7 @@ def prices() -> dict[str, dict[str, Any]]:
     runs = [run for run in map(json.loads, history) if GPU in run["machine"]["gpu"]]
     return {
         model: {key: _price(model, way, frontier[model], rows, runs) for key, way in WAYS.items()}
-        for model in MODELS
+        for model in PRICED
     }
 
 
@@ -108,14 +111,14 @@ def table_of_prices() -> str:
     lines = [
         (
             way.says,
-            name,
+            MODELS[model].name,
             number(price["flops"]),
             number(price["flops_all_logits"]),
             span((price["time"], price["low"], price["high"])),
             number(price["gpu_time"]),
         )
         for key, way in WAYS.items()
-        for model, name in MODELS.items()
+        for model in PRICED
         for price in (prices()[model][key],)
     ]
     return table(head, lines)

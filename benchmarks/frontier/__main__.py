@@ -19,13 +19,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
 from alphatoken_lab.runner.running import run_here
+from benchmarks.data import MODELS, Model
 from benchmarks.frontier.differences import differences, records_of
-from benchmarks.frontier.draws import MODELS, Model, draw_rows, formats_of
+from benchmarks.frontier.draws import draw_rows, formats_of
 from benchmarks.frontier.measure import measure, trained
 from benchmarks.frontier.page import draw, save
 from benchmarks.frontier.tables import Draws, collect
@@ -34,16 +33,10 @@ from benchmarks.pages import load
 
 def run(work: Path, model: Model, draws: int, adam: int) -> None:
     """Measure what is not there yet: one draw of every format before the next, Adam's last."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    folder = model.folder()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-
-    @cache
-    def loaded() -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, loaded = model.tokenizer(), cache(model.load)
 
     @cache
     def after_adam() -> tuple[Any, Any]:
@@ -51,7 +44,7 @@ def run(work: Path, model: Model, draws: int, adam: int) -> None:
 
     def write(name: str, number: int, along_adam: bool, path: Path) -> None:
         own, optimizer = after_adam() if along_adam else (loaded(), None)
-        measure(own, draw_rows(name, number, tokenizer), optimizer).save(path)
+        measure(own, *draw_rows(name, number, tokenizer), optimizer).save(path)
         gc.collect()
 
     place, formats = work / model.key, formats_of(tokenizer)
@@ -68,16 +61,12 @@ def run(work: Path, model: Model, draws: int, adam: int) -> None:
 
 def measure_differences(out: Path, model: Model, draws: int) -> None:
     """Figures of label values by differences, beside those that are there."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = model.folder()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, loaded = model.tokenizer(), model.load()
     names = [(name, number) for number in range(draws) for name in formats_of(tokenizer)]
     tracker = Tracker(f"{model.name}, differences", len(names), True)
     shares = []
     for place, (name, number) in enumerate(names, 1):
-        shares.append(differences(loaded.eval(), draw_rows(name, number, tokenizer)))
+        shares.append(differences(loaded, *draw_rows(name, number, tokenizer)))
         tracker.report(place)
     labels = tuple(f"{name}-{number}" for name, number in names)
     measured = {"draws": list(labels), "records": records_of(Draws(labels, tuple(shares), loaded))}

@@ -1,10 +1,9 @@
-"""Models, and draws of real rows in several formats: what is valued, and against what."""
+"""Draws of real rows in several formats: what is valued, and against what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from alphatoken.data import Example, read_rows
 from alphatoken.data.encode import EncodeOptions, encode_rows
 from alphatoken.data.rows import Fields, Row
 from alphatoken.data.stdlib import code_rows
-from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
 from alphatoken.errors import DataError
 from benchmarks.data import data_folder
 
@@ -22,50 +20,6 @@ VALUED, VALIDATION = 4, 8
 
 _LEAST = 24  # response tokens of a row that is drawn
 _POOL = 600  # rows of a file that draws are taken from, where it has as many
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model of the comparison.
-
-    Attributes:
-        key: names its files.
-        name: as pages have it.
-        place: its folder, from that of the models or of the data.
-        shared: whether it lies with the data.
-    """
-
-    key: str
-    name: str
-    place: str
-    shared: bool = False
-
-    def folder(self) -> Path:
-        """Where it is.
-
-        Raises:
-            DataError: it is not there.
-        """
-        folder = (data_folder() if self.shared else models_folder()) / self.place
-        if not (folder / "config.json").is_file():
-            raise DataError(
-                f"{self.name} is not there",
-                got=str(folder),
-                why="the frontier is measured on real models",
-                remedy="`make models` fetches them into $ALPHATOKEN_MODELS (the small decoder lies "
-                "in $ALPHATOKEN_DATA); --models chooses among those that are there",
-            )
-        return folder
-
-
-MODELS = {
-    model.key: model
-    for model in (
-        Model("smollm2", "SmolLM2-135M-Instruct", SMOLLM2.name),
-        Model("gemma3", "Gemma 3 270M", GEMMA3.name),
-        Model("small", "decoder of 260,032 parameters", "stories260K/transformers", shared=True),
-    )
-}
 
 
 # --- formats -------------------------------------------------------------------------------------
@@ -109,16 +63,11 @@ def formats_of(tokenizer: Any) -> list[str]:
     return [name for name, one in FORMATS.items() if chat or not one.template]
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Rows to value, by length, and rows to value them against."""
-
-    valued: Sequence[Example]
-    validation: Sequence[Example]
-
-
-def draw_rows(name: str, number: int, tokenizer: Any) -> Draw:
+def draw_rows(name: str, number: int, tokenizer: Any) -> tuple[list[Example], list[Example]]:
     """The draw of this number: no two draws of a format share a row.
+
+    Returns:
+        Rows to value, and rows to value them against.
 
     Raises:
         DataError: the data do not hold so many rows.
@@ -140,4 +89,4 @@ def draw_rows(name: str, number: int, tokenizer: Any) -> Draw:
             remedy=f"at most --draws {len(usable) // rows}",
         )
     drawn = [usable[place] for place in places]
-    return Draw(drawn[:VALUED], drawn[VALUED:])
+    return drawn[:VALUED], drawn[VALUED:]

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.diagnose.statistics import spearman
 from alphatoken.model.batch import label_mask
+from benchmarks.data import MODELS
 from benchmarks.measure import Run, alternate, timed
 from benchmarks.pages import number, table
 from benchmarks.peak import fresh_mib, peak_mib
@@ -186,9 +186,8 @@ def _correlated(
 
 def real(folder: Path, kind: str) -> Work:
     """The 260 K decoder on rows of one kind of text; two validation batches."""
-    place = folder / "stories260K/transformers"
-    model = AutoModelForCausalLM.from_pretrained(place).eval()
-    tokenizer = AutoTokenizer.from_pretrained(place)
+    small = MODELS["small"]
+    model, tokenizer = small.load(), small.tokenizer()
     texts = rows_of(folder, kind)
     held_out = batch_of(tokenizer, texts[120:], 16)
     halves = [{key: part[i : i + 8] for key, part in held_out.items()} for i in (0, 8)]

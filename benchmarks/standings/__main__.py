@@ -13,16 +13,14 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import replacing, write_json
 from alphatoken_lab.runner.running import run_here
-from benchmarks.frontier.draws import MODELS
+from benchmarks.data import MODELS
 from benchmarks.pages import DOCS, load
 from benchmarks.standings.facts import facts, places, shared_words, taught, with_question
 from benchmarks.standings.page import DROPS, ENDS, drop, subset, summary, write_report
@@ -122,21 +120,22 @@ class Cells:
 
 def measure(options: argparse.Namespace, key: str, task: str) -> None:
     """All cells of a model and a task."""
-    setting = setting_of(task, *_loaded(key), SCALES[key])
+    model = MODELS[key]
+    setting = setting_of(task, model.load(), model.tokenizer(), SCALES[key])
     cells = Cells(options.work / key / task, setting, SCALES[key])
     every = cells.all_cells()
-    run_here(every, Tracker(f"{MODELS[key].name}, {task}", len(every), True))
+    run_here(every, Tracker(f"{model.name}, {task}", len(every), True))
     write_json(cells.folder / "summary.json", summary(cells))
 
 
 def question(options: argparse.Namespace, key: str) -> None:
     """Which rows each value brings up for questions about planted facts."""
-    model, tokenizer = _loaded(key)
+    tokenizer = MODELS[key].tokenizer()
     path, people = options.work / key / "facts.json", facts()
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = random.Random("questions").sample(range(len(people)), QUESTIONS[key])
     answers = load(path)
-    own = taught(model, tokenizer, people, *EXAMS[key])
+    own = taught(MODELS[key].load(), tokenizer, people, *EXAMS[key])
     names = [name for name in VALUES if name not in OF_THE_RUN]
     tracker = Tracker(f"{MODELS[key].name}, facts", len(numbers), True)
     for place, number in enumerate(numbers, 1):
@@ -146,15 +145,6 @@ def question(options: argparse.Namespace, key: str) -> None:
             answers[str(number)] = {**lexical, **places(one, number, names)}
             write_json(path, answers)
         tracker.report(place)
-
-
-def _loaded(key: str) -> tuple[Any, Any]:
-    """A model in float32, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = MODELS[key].folder()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(folder)
 
 
 def main(words: Sequence[str] | None = None) -> int:
