@@ -20,7 +20,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -46,16 +45,9 @@ _WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2"
 _READS = {"tolist", "cpu", "__array__"}
 
 
-@dataclass
-class Launches:
-    """Counts of one piece of work, each by the place in this library that asked for it."""
-
-    kernels: Counter[str] = field(default_factory=Counter)
-    waits: Counter[str] = field(default_factory=Counter)
-
-    def clear(self) -> None:
-        self.kernels.clear()
-        self.waits.clear()
+Launches = dict[str, Counter[str]]
+"""Counts of one piece of work: ``kernels`` and ``waits``, each by the place in this library that
+asked for it."""
 
 
 def _place() -> str:
@@ -86,9 +78,9 @@ class _Kernels(TorchDispatchMode):
         if func.is_view or name in _ALLOCATIONS or name in _NO_KERNEL:
             return result
         if name in _WAITS or (name.startswith("index") and any(map(_boolean, args[1]))):
-            self.counts.waits[_place()] += 1
+            self.counts["waits"][_place()] += 1
         if name != "_local_scalar_dense":
-            self.counts.kernels[_place()] += 1
+            self.counts["kernels"][_place()] += 1
         return result
 
 
@@ -105,17 +97,18 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _READS and args and isinstance(args[0], Tensor):
-            self.counts.waits[_place()] += 1
+            self.counts["waits"][_place()] += 1
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def counting(counts: Launches) -> Iterator[Launches]:
+def counting() -> Iterator[Launches]:
     """Inside, everything is counted as an accelerator would be given it.
 
     Two defaults of a CPU launch more than an accelerator's would: optimizers and clipping without
     ``foreach``, and fingerprints of weights in small blocks.
     """
+    counts: Launches = {"kernels": Counter(), "waits": Counter()}
     foreach = _foreach_utils._get_foreach_kernels_supported_devices
     with ExitStack() as stack:
         for module in list(sys.modules.values()):
@@ -167,14 +160,14 @@ def training_step(options: Mapping[str, Any] | None) -> Launches:
 
     from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 
-    counts, counted = Launches(), Launches()
+    counted: Launches = {}
 
     class Count(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             if state.global_step == STEP:
-                counted.kernels.update(counts.kernels)
-                counted.waits.update(counts.waits)
-            counts.clear()
+                counted.update((kind, counter.copy()) for kind, counter in counts.items())
+            for counter in counts.values():
+                counter.clear()
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0}, "<pad>")), pad_token="<pad>"
@@ -205,7 +198,7 @@ def training_step(options: Mapping[str, Any] | None) -> Launches:
             ours = AlphaSFTConfig(**common, held_out_steps=0, **options)
             held_out = Dataset.from_list(rows(VALIDATION, seed=1))
             trainer = AlphaSFTTrainer(args=ours, validation_dataset=held_out, **made)
-        with counting(counts):
+        with counting() as counts:
             trainer.train()
     return counted
 
@@ -215,7 +208,7 @@ def observed_step(options: Mapping[str, Any] | None) -> Launches:
 
     The direction is at hand, as in a loop that keeps it for several steps.
     """
-    decoder_, counts = model().train(), Launches()
+    decoder_ = model().train()
     batch, validation = (tensors(rows(ROWS, seed)) for seed in (0, 1))
     labels = batch.pop("labels")
     everything = torch.ones_like(labels, dtype=torch.bool)
@@ -236,7 +229,7 @@ def observed_step(options: Mapping[str, Any] | None) -> Launches:
     # The error of differences is looked at in the first, second and fourth batch.
     for _ in range(4):
         step()
-    with counting(counts):
+    with counting() as counts:
         step()
     return counts
 
@@ -270,12 +263,12 @@ def main() -> None:
     for name in arguments.names or STEPS:
         title, count = STEPS[name]
         counts = count()
-        kernels, waits = counts.kernels.total(), counts.waits.total()
-        results[name] = {"kernels": kernels, "waits": waits}
-        print(f"{title:40} {kernels:7,} kernels {waits:5,} waits", flush=True)
+        totals = {kind: counter.total() for kind, counter in counts.items()}
+        results[name] = totals
+        print("{:40} {kernels:7,} kernels {waits:5,} waits".format(title, **totals), flush=True)
         if arguments.where:
-            for kind in (counts.kernels, counts.waits):
-                for place, number in kind.most_common(25):
+            for counter in counts.values():
+                for place, number in counter.most_common(25):
                     print(f"    {number:7,}  {place}")
                 print()
     if arguments.json:

@@ -384,7 +384,8 @@ def batches(tokenizer: Any, rows: int, length: int) -> tuple[Batch, Batch]:
 
 def _conversations(count: int, length: int) -> Iterator[Row]:
     """Rows joined until their text is long enough for ``length`` tokens of any tokenizer here."""
-    rows = iter(FORMATS["gsm8k" if os.environ.get("ALPHATOKEN_DATA") else "library"].rows())
+    rows_of, _ = FORMATS["gsm8k" if os.environ.get("ALPHATOKEN_DATA") else "library"]
+    rows = iter(rows_of())
     for index in range(count):
         turns: list[Turn] = []
         # Fewer than eight characters a token: what is over is cut off.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,10 @@ _POOL = 600  # rows of a file that draws are taken from, where it has as many
 # --- formats -------------------------------------------------------------------------------------
 
 
+def _options(length: int, *, template: bool = False) -> EncodeOptions:
+    return EncodeOptions(max_length=length, on_empty="skip", chat_template=template)
+
+
 def _file(
     name: str, response: str | None = None, prompt: str | None = None
 ) -> Callable[[], list[Row]]:
@@ -34,33 +37,20 @@ def _file(
     return read
 
 
-@dataclass(frozen=True)
-class Format:
-    """A kind of rows, and how they become tokens."""
-
-    title: str
-    rows: Callable[[], list[Row]]
-    template: bool = False
-    length: int = 80
-
-
-FORMATS = {
-    "gsm8k-chat": Format(
-        "grade-school mathematics, chat template", _file("gsm8k/train.jsonl"), True, 128
-    ),
-    "gsm8k": Format("grade-school mathematics, plain", _file("gsm8k/train.jsonl"), length=112),
-    "stories": Format("stories", _file("tinystories/stories.jsonl", response="text")),
-    "mbpp": Format(
-        "short programs", _file("mbpp/train.jsonl", prompt="text", response="code"), length=96
-    ),
-    "library": Format("functions of the standard library", lambda: code_rows(400), length=96),
+FORMATS: dict[str, tuple[Callable[[], list[Row]], EncodeOptions]] = {
+    "gsm8k-chat": (_file("gsm8k/train.jsonl"), _options(128, template=True)),
+    "gsm8k": (_file("gsm8k/train.jsonl"), _options(112)),
+    "stories": (_file("tinystories/stories.jsonl", response="text"), _options(80)),
+    "mbpp": (_file("mbpp/train.jsonl", prompt="text", response="code"), _options(96)),
+    "library": (lambda: code_rows(400), _options(96)),  # functions of the standard library
 }
+"""Kinds of rows, and how they become tokens."""
 
 
 def formats_of(tokenizer: Any) -> list[str]:
     """The formats that a tokenizer can write."""
     chat = getattr(tokenizer, "chat_template", None) is not None
-    return [name for name, one in FORMATS.items() if chat or not one.template]
+    return [name for name, (_, how) in FORMATS.items() if chat or not how.chat_template]
 
 
 def draw_rows(name: str, number: int, tokenizer: Any) -> tuple[list[Example], list[Example]]:
@@ -72,11 +62,8 @@ def draw_rows(name: str, number: int, tokenizer: Any) -> tuple[list[Example], li
     Raises:
         DataError: the data do not hold so many rows.
     """
-    chosen = FORMATS[name]
-    options = EncodeOptions(
-        max_length=chosen.length, on_empty="skip", chat_template=chosen.template
-    )
-    examples, _ = encode_rows(chosen.rows(), tokenizer, options)
+    rows_of, how = FORMATS[name]
+    examples, _ = encode_rows(rows_of(), tokenizer, how)
     usable = [example for example in examples if example.response_tokens >= _LEAST]
     order = np.random.default_rng(0).permutation(len(usable))
     rows = VALUED + VALIDATION
