@@ -8,19 +8,17 @@ reads it. The other columns are against the step as PyTorch runs it, with logits
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from alphatoken.support.storage import write_json
 from benchmarks.data import MODELS
-from benchmarks.pages import DOCS, number, span, table
+from benchmarks.pages import DOCS, RESULTS, load, measured, number, span, table
 
 FILE = DOCS / "prices.json"
 PRICED = ("smollm2", "gemma3")
 """Models of the table."""
 
 GPU = "H200"
-_HERE = Path(__file__).parent
 _SIZE = "2 x 512 tokens"
 
 
@@ -57,9 +55,8 @@ and size of its rows in ``results.json``, after the model's."""
 
 def prices() -> dict[str, dict[str, Any]]:
     """By model and way: FLOPs, FLOPs against all logits, time with quartiles, time on the GPU."""
-    frontier = json.loads((DOCS / "frontier.json").read_text(encoding="utf-8"))
-    rows = json.loads((_HERE / "results.json").read_text(encoding="utf-8"))
-    history = (_HERE / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    frontier, rows = load(DOCS / "frontier.json"), measured()
+    history = RESULTS.with_name("history.jsonl").read_text(encoding="utf-8").splitlines()
     runs = [run for run in map(json.loads, history) if GPU in run["machine"]["gpu"]]
     return {
         model: {

@@ -25,6 +25,7 @@ import torch
 from alphatoken.support.storage import write_text
 from benchmarks import cases, real
 from benchmarks.measure import Run, machine, quiet
+from benchmarks.pages import RESULTS, measured
 from benchmarks.peers.cases import CASES as PEER_CASES
 from benchmarks.real import real_memory
 from benchmarks.targets import judged
@@ -32,8 +33,6 @@ from benchmarks.targets import judged
 Row = dict[str, Any]
 Case = Callable[[Run], Iterator[Row]]
 """One measurement: yields rows, and is called by its name."""
-
-HERE = Path(__file__).resolve().parent
 
 
 def real_smollm2(run: Run) -> Iterator[Row]:
@@ -108,7 +107,7 @@ def measure(picked: Sequence[Case], run: Run, folder: Path) -> None:
             print(_line(rows[-1]), flush=True)
         done += MINUTES[case]
         new += rows
-        write(folder / "results.json", merged(load(folder / "results.json"), rows))
+        write(folder / "results.json", merged(measured(folder / "results.json"), rows))
     remember(folder / "history.jsonl", machine_facts, calm, new)
 
 
@@ -142,21 +141,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
     run = Run(torch.device("cuda" if cuda else "cpu"), options.quick)
     try:
-        measure(chosen(options.cases), run, options.out or HERE)
+        measure(chosen(options.cases), run, options.out or RESULTS.parent)
     except KeyboardInterrupt:
         print("# interrupted; finished cases are written", file=sys.stderr)
         raise SystemExit(130) from None
 
 
 # --- the file of results ------------------------------------------------------------------------
-
-
-def load(path: Path) -> list[Row]:
-    """The rows of a file, none if there is none."""
-    if not path.exists():
-        return []
-    rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))
-    return rows
 
 
 def finished(row: Row, machine: Mapping[str, str], *, device: str = "cpu") -> Row:
@@ -166,8 +157,8 @@ def finished(row: Row, machine: Mapping[str, str], *, device: str = "cpu") -> Ro
 
 def merged(old: list[Row], new: list[Row]) -> list[Row]:
     """The old rows with those of a newly measured name, on its kind of device, replaced."""
-    measured = {(row["name"], row["device"]) for row in new}
-    return [row for row in old if (row["name"], row["device"]) not in measured] + new
+    anew = {(row["name"], row["device"]) for row in new}
+    return [row for row in old if (row["name"], row["device"]) not in anew] + new
 
 
 def write(path: Path, rows: list[Row]) -> None:
@@ -178,7 +169,7 @@ def write(path: Path, rows: list[Row]) -> None:
 
 def remember(path: Path, machine: Mapping[str, str], quiet: bool, rows: Sequence[Row]) -> None:
     """Add one run to the history: commit, machine, whether it was quiet, and the ratios."""
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
     described = subprocess.run(git, capture_output=True, text=True, check=False)
     line = {
         "commit": described.stdout.strip() or None,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import number, span, table
+from benchmarks.pages import measured, number, span, table
 
 Row = dict[str, Any]
 
@@ -63,8 +61,7 @@ def judged(row: Row) -> Row:
 
 def table_of_targets() -> str:
     """What is promised, what is measured where it comes off worst, whether it is met."""
-    rows = json.loads((Path(__file__).with_name("results.json")).read_text(encoding="utf-8"))
-    lines = []
+    rows, lines = measured(), []
     for name, (_, promise) in TARGETS.items():
         own = [row for row in rows if row["name"] == name]
         for device in dict.fromkeys(row["device"] for row in own):

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
 from alphatoken_lab.runner.running import run_here
 from benchmarks.data import MODELS, Model
@@ -28,7 +27,7 @@ from benchmarks.frontier.draws import draw_rows, formats_of
 from benchmarks.frontier.measure import measure, trained
 from benchmarks.frontier.page import draw, save
 from benchmarks.frontier.tables import Draws, collect
-from benchmarks.pages import load
+from benchmarks.pages import exit_status, load
 
 
 def run(work: Path, model: Model, draws: int, adam: int) -> None:
@@ -114,18 +113,17 @@ def main(words: Sequence[str] | None = None) -> int:
         help="measure label values by differences, beside the figures that are there (minutes)",
     )
     options = parser.parse_args(words)
-    try:
-        for key in options.models:
-            if options.differences:
-                measure_differences(options.out, MODELS[key], options.draws)
-                continue
-            if not options.page:
-                run(options.work, MODELS[key], options.draws, options.adam)
-            publish(options.work, options.out, MODELS[key])
-    except AlphaTokenError as problem:
-        print(problem, file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(partial(_run, options))
+
+
+def _run(options: argparse.Namespace) -> None:
+    for key in options.models:
+        if options.differences:
+            measure_differences(options.out, MODELS[key], options.draws)
+            continue
+        if not options.page:
+            run(options.work, MODELS[key], options.draws, options.adam)
+        publish(options.work, options.out, MODELS[key])
 
 
 if __name__ == "__main__":

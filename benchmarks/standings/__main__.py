@@ -16,12 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import replacing, write_json
 from alphatoken_lab.runner.running import run_here
 from benchmarks.data import MODELS
-from benchmarks.pages import DOCS, load
+from benchmarks.pages import DOCS, exit_status, load
 from benchmarks.standings.facts import facts, places, shared_words, taught, with_question
 from benchmarks.standings.page import DROPS, ENDS, drop, subset, summary, write_report
 from benchmarks.standings.runs import TASKS, Numbers, Scale, Setting, setting_of
@@ -156,18 +155,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("build/standings"))
     parser.add_argument("--docs", type=Path, default=DOCS, help="where figures and picture go")
     options = parser.parse_args(words)
-    try:
-        for key in options.models:
-            for task in options.tasks:
-                if task == "facts":
-                    question(options, key)
-                else:
-                    measure(options, key, task)
-                write_report(options.work, options.docs)
-    except AlphaTokenError as problem:
-        print(problem, file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(partial(_run, options))
+
+
+def _run(options: argparse.Namespace) -> None:
+    for key in options.models:
+        for task in options.tasks:
+            if task == "facts":
+                question(options, key)
+            else:
+                measure(options, key, task)
+            write_report(options.work, options.docs)
 
 
 if __name__ == "__main__":
