@@ -243,6 +243,7 @@ def test_one_diagnosis_is_written_and_said(
     assert run["settings"]["model_sha256"] == digest
     page = (tmp_path / "out" / "report.html").read_text()
     assert found.question in page
+    assert "alphatoken diagnose coverage " in page
     assert "--draws 20" in page
     # Once more: refused; with other settings: refused; the same: kept as it is, and added to.
     first = (tmp_path / "out" / "coverage" / "diagnosis.json").stat().st_mtime_ns
