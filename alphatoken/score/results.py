@@ -345,8 +345,7 @@ def _certificate(scorer: Scorer, job: Job) -> Certificate | None:
     options = job.options
     if options.verify is None:
         return None
-    valued = (row.example for row in job.corpus.rows() if row.example is not None)
-    few = islice(valued, min(options.per_device_train_batch_size, 2))
+    few = islice(job.corpus.examples(), min(options.per_device_train_batch_size, 2))
     return scorer.verify(
         on_device(collate(list(few)), job.model),
         tokens=options.verify,

@@ -166,8 +166,7 @@ def value_block(
         ModelError: out of memory.
     """
     block = job.block_rows(number)
-    rows = job.corpus.rows(block.start, block.stop)
-    examples = (row.example for row in rows if row.example is not None)
+    examples = job.corpus.examples(block.start, block.stop)
 
     def scored() -> Iterator[ScoredExample]:
         while batch := list(islice(examples, job.options.per_device_train_batch_size)):
