@@ -224,7 +224,7 @@ METHODS = (
         ("methods.less.adam_update", "gradient.square()", "gradient")),
     row("less-by-length", LESS,
         "updates are not normalised: long gradients go first",
-        ("methods.less._Influence.scored", "(_normal(updates) @", "(updates @")),
+        ("methods.less._Gradients.scored", "(_normal(updates) @", "(updates @")),
     row("less-one-row-too-many", FILLING,
         "a budget that is met exactly takes one more row",
         ("methods.less.fill_tokens", 'np.searchsorted(filled, budget, side="left")',

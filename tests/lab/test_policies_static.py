@@ -24,9 +24,8 @@ from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
 from alphatoken.model.batch import label_mask
 from alphatoken.train.ledger import split_batch
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage
-from alphatoken_lab.methods.less import LESS, adam_update, fill_tokens
+from alphatoken_lab.methods.less import LESS, adam_update, fill_tokens, project
 from alphatoken_lab.methods.lora_warmup import AdamCheckpoint, LoraWarmup, adapted, warm_up
-from alphatoken_lab.methods.projection import Projection
 from alphatoken_lab.methods.static import keep_best, measure_losses, model_losses, static_pass
 from alphatoken_lab.methods.stm import STM
 from alphatoken_lab.methods.token_cleaning import TokenCleaning
@@ -497,18 +496,16 @@ def test_xtf_restores_what_would_leave_too_little() -> None:
 def test_projections_are_one_linear_map() -> None:
     generator = torch.Generator().manual_seed(4)
     x = torch.randint(-9, 9, (3, 2100), generator=generator).float()
-    project = Projection(2100, 16, seed=7)
-    assert torch.equal(project(x), Projection(2100, 16, seed=7)(x))
-    assert torch.equal(project(x[1:2])[0], project(x)[1])
-    close(project(x[:1] + 2 * x[1:2]), project(x)[:1] + 2 * project(x)[1:2], 1e3, 1e-6)
-    assert not torch.equal(project(x), Projection(2100, 16, seed=8)(x))
-    units = project(torch.eye(2100)) * 4  # the matrix itself
+    y = project(x, 16, seed=7)
+    assert torch.equal(y, project(x, 16, seed=7))
+    assert torch.equal(project(x[1:2], 16, seed=7)[0], y[1])
+    close(project(x[:1] + 2 * x[1:2], 16, seed=7), y[:1] + 2 * y[1:2], 1e3, 1e-6)
+    assert not torch.equal(y, project(x, 16, seed=8))
+    units = project(torch.eye(2100), 16, seed=7) * 4  # the matrix itself
     assert set(units.unique().tolist()) == {-1.0, 1.0}
     assert abs(float(units.mean())) < 4 / math.sqrt(units.numel())
     for dimension in (None, 2100, 8192):
-        assert torch.equal(Projection(2100, dimension)(x), x)
-    with pytest.raises(InputError, match="another length"):
-        project(x[:, 1:])
+        assert torch.equal(project(x, dimension), x)
 
 
 def test_adam_update_by_hand() -> None:
