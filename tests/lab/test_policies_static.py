@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
-from alphatoken.model.batch import label_mask
+from alphatoken.model.batch import label_mask, token_losses
 from alphatoken.train.ledger import split_batch
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage
 from alphatoken_lab.methods.less import LESS, adam_update, fill_tokens, project
@@ -30,7 +30,13 @@ from alphatoken_lab.methods.static import keep_best, measure_losses, model_losse
 from alphatoken_lab.methods.stm import STM
 from alphatoken_lab.methods.token_cleaning import TokenCleaning
 from alphatoken_lab.methods.token_table import TableHeader, TokenTable
-from alphatoken_lab.methods.xtf import XTF, low_outliers, multi_otsu, receiving, task_relevance
+from alphatoken_lab.methods.xtf import (
+    XTF,
+    low_outliers,
+    multi_otsu,
+    received_attention,
+    task_relevance,
+)
 from tests.integration.snapshot import Snapshot
 from tests.lab import small
 from tests.lab.small import right_padded
@@ -377,11 +383,12 @@ def test_attention_received_against_the_eager_matrices(
     given = rows()
     batch = pad(given)
     labels = batch.pop("labels")
-    with (
-        torch.no_grad(),
-        receiving(own, batch, layers=layers, heads=heads, queries=queries) as seen,
-    ):
-        measure_losses(own, batch, labels)
+    with torch.no_grad():
+        logits, received = received_attention(
+            own, batch, layers=layers, heads=heads, queries=queries
+        )
+        losses = measure_losses(own, batch, labels)["loss"]
+    close(token_losses(logits, labels), losses, 10.0, 1e-12, name="losses")
     real = batch["attention_mask"].bool()
     own.set_attn_implementation("eager")
     for i, row in enumerate(given):
@@ -398,7 +405,7 @@ def test_attention_received_against_the_eager_matrices(
                 by_query = column.mean(0) if heads == "mean" else column.max(0).values
                 by_layer.append(by_query.mean() if queries == "mean" else by_query.sum())
             expected.append(float(torch.stack(by_layer).mean()))
-        close(seen.result()[i][real[i]], torch.tensor(expected), 1.0, 1e-6, name="attention")
+        close(received[i][real[i]], torch.tensor(expected), 1.0, 1e-6, name="attention")
 
 
 def test_low_outliers_by_hand() -> None:
