@@ -186,15 +186,15 @@ def draw_table(exhibit: Exhibit, table: Table) -> Drawing:
     # One record a column and row; lines have a panel for each group too, over its numbers.
     points: list[dict[str, Any]] = []
     for column in table.columns:
-        for title, rows in table.groups:
-            for row in rows:
+        for group in table.groups:
+            for row in group.rows:
                 values = row.values(column.key)
                 value: Any = values[0] if values else None
                 if len(values) > 1:
                     value = Estimate(
                         statistics.fmean(values), min(values), max(values), len(values)
                     )
-                panel = f"{title}\n{column.head}" if kind == "lines" else column.head
+                panel = f"{group.title}\n{column.head}" if kind == "lines" else column.head
                 name = float(row.name) if kind == "lines" else row.name
                 points.append({"panel": panel, "row": name, "value": value})
     figure = Figure(
