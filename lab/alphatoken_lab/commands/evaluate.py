@@ -246,7 +246,7 @@ def _show(measures: Measures, prepared: Prepared, parts: ModelParts) -> None:
     for name, path in measures.files.items():
         print(f"{name}_file: {path}")
     for group, tasks in prepared.tasks.items():
-        for name, how in tasks.settings.items():
+        for name, (_, how) in tasks.items():
             print(f"{group} task {name}: {setting_text(how)}")
     for name, questions in prepared.questions.items():
         print(f"questions {name}: {len(questions):,} questions")
