@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.model.batch import label_mask
-from alphatoken.support.storage import read_json, try_lock, write_json, write_text
+from alphatoken.support.storage import read_json, replacing_folder, try_lock, write_json, write_text
 from alphatoken.train.distributed import SHARDED, Ranks, layout
 from alphatoken.train.policies import TRAINER_POLICIES
 from alphatoken_lab.measure.measures import Measures
@@ -155,11 +155,9 @@ def _train(
         trainer.save_model(str(path / "run" / "whole"))  # all processes: each gives its part
         model = loaded(str(path / "run" / "whole"))[0] if _is_first() else model
     if _is_first() and spec["keep_model"]:
-        partial_folder = path / "model.partial"
-        shutil.rmtree(partial_folder, ignore_errors=True)
-        _without_adapters(model).save_pretrained(partial_folder)
-        trainer.processing_class.save_pretrained(partial_folder)
-        partial_folder.rename(path / "model")
+        with replacing_folder(path / "model") as folder:
+            _without_adapters(model).save_pretrained(folder)
+            trainer.processing_class.save_pretrained(folder)
     return model, trainer.processing_class, result
 
 
