@@ -210,23 +210,18 @@ def _measures(options: EvaluateOptions) -> Measures:
 
 def _file(path: str | None) -> dict[str, Any]:
     """Measures of a YAML file: the mapping itself, or what stands under ``measures`` in it."""
-    import yaml
-
+    from alphatoken.cli.recipes import find_recipe
     from alphatoken_lab.runner.grid_file import expand_variables
 
     if path is None:
         return {}
     if not Path(path).is_file():
         raise ConfigError("the file of --measures does not exist", got=path)
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError("the file of --measures is no YAML", got=f"{path}: {error}") from None
-    if isinstance(content, Mapping) and "measures" in content:
-        content = content["measures"]
+    content = find_recipe(path).options
+    content = content.get("measures", content)
     if not isinstance(content, Mapping):
         raise ConfigError("the file of --measures holds no mapping", got=path)
-    return dict(expand_variables(dict(content), path))
+    return dict(expand_variables(content, path))
 
 
 def _has_pairs(measures: Measures) -> bool:
