@@ -26,7 +26,7 @@ from alphatoken.train.policies.trained_weights import (
 )
 from alphatoken.train.policy import Needs, PolicySettings, PolicyStage
 from alphatoken_lab.methods.static import keep_best, model_losses
-from alphatoken_lab.methods.static_mask import GivenTable, StaticMask, second_model
+from alphatoken_lab.methods.static_mask import StaticMask, TableMask, second_model
 from alphatoken_lab.methods.token_table import TokenTable
 
 Array = NDArray[Any]
@@ -227,7 +227,7 @@ def _train_round(stage: PolicyStage, before: Path | None, ratio: float, rounding
         counts["kept"] += int((weights * mask != 0).sum())
 
     assert stage.train is not None
-    policy = Standard() if table is None else GivenTable(table)
+    policy = Standard() if table is None else TableMask(table)
     trained = stage.train(stage.rows, {}, model=start, policy=policy, record=record)
     save_weights(trained, stage.folder)
     write_json(stage.folder / "round.json", counts)

@@ -282,8 +282,9 @@ class TokenCounter(TrainerCallback):
         self._trainer = trainer
         trainer.compute_loss = partial(self._compute_loss, trainer.compute_loss)
         trainer.monitor.record = partial(self._record, trainer.monitor.record)
-        trainer.monitor.scoring = partial(self._scoring, trainer.monitor.scoring)
-        trainer.monitor.direction = partial(self._direction, trainer.monitor.direction)
+        for name in ("scoring", "direction"):
+            add = partial(self._add_seconds, name, getattr(trainer.monitor, name))
+            setattr(trainer.monitor, name, add)
         trainer.add_callback(self)
 
     def gather(self) -> None:
@@ -324,12 +325,8 @@ class TokenCounter(TrainerCallback):
         self.effective += float(weights.double().sum()) ** 2 / squares if squares else 0.0
         inner(*args, **named)
 
-    def _scoring(self, inner: Callable[[float], None], seconds: float) -> None:
-        self.scoring += seconds
-        inner(seconds)
-
-    def _direction(self, inner: Callable[[float], None], seconds: float) -> None:
-        self.direction += seconds
+    def _add_seconds(self, name: str, inner: Callable[[float], None], seconds: float) -> None:
+        setattr(self, name, getattr(self, name) + seconds)
         inner(seconds)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
