@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import AlphaTokenError, ConfigError
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+RESULTS = Path(__file__).with_name("results.json")
 Writer = Callable[..., str]
 
 _PLACE = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -54,6 +56,24 @@ def span(interval: Sequence[float], digits: int = 2, sign: str = "") -> str:
     """A value and the ends of its interval."""
     value, low, high = (number(x, digits, sign) for x in interval)
     return f"{value} [{low}, {high}]"
+
+
+def measured(path: Path = RESULTS) -> list[dict[str, Any]]:
+    """The rows that ``benchmarks.run`` has written to a file; none if there is no file."""
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    return rows
+
+
+def exit_status(work: Callable[[], None]) -> int:
+    """0, or 1 after an error of ours, which is printed."""
+    try:
+        work()
+    except AlphaTokenError as problem:
+        print(problem, file=sys.stderr)
+        return 1
+    return 0
 
 
 def load(path: Path) -> dict[str, Any]:

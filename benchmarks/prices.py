@@ -8,92 +8,77 @@ reads it. The other columns are against the step as PyTorch runs it, with logits
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from alphatoken.support.storage import write_json
-from benchmarks.pages import DOCS, number, span, table
+from benchmarks.data import MODELS
+from benchmarks.pages import DOCS, RESULTS, load, measured, number, span, table
 
 FILE = DOCS / "prices.json"
-MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
+PRICED = ("smollm2", "gemma3")
+"""Models of the table."""
+
 GPU = "H200"
-_HERE = Path(__file__).parent
 _SIZE = "2 x 512 tokens"
 
 
-@dataclass(frozen=True)
-class Priced:
-    """One way of valuing.
-
-    Attributes:
-        says: what a table calls it.
-        counted: name of its record in ``frontier.json``.
-        timed: name and size of its rows in ``results.json``, after the model's.
-        beside: whether the values are those of a training step's own forward. ``forward`` FLOPs
-            are then taken off what is counted, and a step off what is timed, where they are in it.
-    """
-
-    says: str
-    counted: str
-    timed: tuple[str, str]
-    beside: bool = False
-
-
 WAYS = {
-    "exact": Priced(
+    "exact": (
         "exact values (`label`, all parameters) by themselves, by two forwards",
         "label, all parameters, central",
         ("label_central", "label, central"),
     ),
-    "exact_beside": Priced(
+    "exact_beside": (
         "the same beside a training step, by one forward more",
         "label, all parameters, one-sided beside a step",
         ("label_one_sided", "label, one_sided"),
-        beside=True,
     ),
-    "exact_forward_mode": Priced(
+    "exact_forward_mode": (
         "the same by forward mode, which 16 bits need, by themselves",
         "label, all parameters",
         ("label_all", "label, all"),
     ),
-    "paper": Priced(
+    "paper": (
         "the paper's values of three layers (the default) by themselves",
         "alphatoken, last 3",
         ("score_k3", "alphatoken, K=3"),
     ),
-    "paper_beside": Priced(
+    "paper_beside": (
         "the same beside a training step",
         "alphatoken, last 3",
         ("observe_k3", "alphatoken, K=3"),
-        beside=True,
     ),
 }
+"""Ways of valuing: what the table calls it, the name of its record in ``frontier.json``, and name
+and size of its rows in ``results.json``, after the model's."""
 
 
 def prices() -> dict[str, dict[str, Any]]:
     """By model and way: FLOPs, FLOPs against all logits, time with quartiles, time on the GPU."""
-    frontier = json.loads((DOCS / "frontier.json").read_text(encoding="utf-8"))
-    rows = json.loads((_HERE / "results.json").read_text(encoding="utf-8"))
-    history = (_HERE / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    frontier, rows = load(DOCS / "frontier.json"), measured()
+    history = RESULTS.with_name("history.jsonl").read_text(encoding="utf-8").splitlines()
     runs = [run for run in map(json.loads, history) if GPU in run["machine"]["gpu"]]
     return {
-        model: {key: _price(model, way, frontier[model], rows, runs) for key, way in WAYS.items()}
-        for model in MODELS
+        model: {
+            key: _price(name, f"{model}_{timed[0]}", timed[1], frontier[model], rows, runs)
+            for key, (_, name, timed) in WAYS.items()
+        }
+        for model in PRICED
     }
 
 
-def _price(model: str, way: Priced, counted: Any, rows: Any, runs: Any) -> dict[str, Any]:
+def _price(record: str, name: str, size: str, counted: Any, rows: Any, runs: Any) -> dict[str, Any]:
     records = [*counted["records"], *counted["differences"]["records"]]
-    price = {record["name"]: record["price"] for record in reversed(records)}
-    name, what = f"{model}_{way.timed[0]}", f"{way.timed[1]}; {_SIZE}"
+    price = {one["name"]: one["price"] for one in reversed(records)}
+    what = f"{size}; {_SIZE}"
     (row,) = (r for r in rows if r["name"] == name and r["size"].startswith(what))
-    whole = float(name.endswith("observe_k3"))  # a step with its values: the step goes off
-    forward = price[WAYS["exact_beside"].counted]
+    # Of a step with its values the step goes off what is timed, its forward off what is counted.
+    whole = float(name.endswith("observe_k3"))
+    forward = price[WAYS["exact_beside"][1]]
     key = f"{name}: {what}"
     gpu = [ratio for run in runs for size, ratio in run["ratios"].items() if size.startswith(key)]
     return {
-        "flops": price[way.counted] - whole * forward,
+        "flops": price[record] - whole * forward,
         "flops_all_logits": row["flops"] / row["flops_other"] - whole,
         "time": row["ratio"] - whole,
         "low": row["low"] - whole,
@@ -107,15 +92,15 @@ def table_of_prices() -> str:
     head = ("values", "model", "FLOPs", "FLOPs, all logits", "time on a CPU", f"time on one {GPU}")
     lines = [
         (
-            way.says,
-            name,
+            says,
+            MODELS[model].name,
             number(price["flops"]),
             number(price["flops_all_logits"]),
             span((price["time"], price["low"], price["high"])),
             number(price["gpu_time"]),
         )
-        for key, way in WAYS.items()
-        for model, name in MODELS.items()
+        for key, (says, _, _) in WAYS.items()
+        for model in PRICED
         for price in (prices()[model][key],)
     ]
     return table(head, lines)

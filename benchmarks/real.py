@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,15 +26,17 @@ from alphatoken import Scorer, ScorerConfig
 from alphatoken.config import ESTIMATORS, FORMS
 from alphatoken.data import EncodeOptions, Row, collate, encode_rows
 from alphatoken.data.rows import Turn
-from alphatoken.demo import models
 from alphatoken.diagnose.estimators import flops
+from alphatoken.errors import DataError
 from benchmarks.cases import scoring_floor
+from benchmarks.data import MODELS, Model
 from benchmarks.floors import Shape
 from benchmarks.frontier.draws import FORMATS
 from benchmarks.measure import Run, compared, in_turn
 from benchmarks.peak import LAYERS, fresh_mib, observed_step, plain_step, print_peak
 
 Measured = dict[str, Any]
+Batch = dict[str, Tensor]
 
 SIZES = ((4, 160), (2, 512))
 """Rows and tokens of the batches."""
@@ -44,51 +45,29 @@ QUICK = ((1, 96),)
 """For ``--quick``."""
 
 
-@dataclass(frozen=True)
-class Real:
-    """One model.
+SMOLLM2, GEMMA3 = (MODELS[key] for key in ("smollm2", "gemma3"))
 
-    Attributes:
-        key: what the names of its rows begin with.
-        name: of its folder.
-        estimators: that are measured at the first of the sizes; at the others "alphatoken" and
-            "label" alone.
-    """
+FEW = ("alphatoken", "label")
+"""Estimators that are measured at every size."""
 
-    key: str
-    name: str
-    estimators: tuple[str, ...]
+ALL = {"smollm2": ESTIMATORS, "gemma3": ("alphatoken", "direct", "path", "label")}
+"""By model, those that are measured at the first of the sizes."""
 
-    @property
-    def folder(self) -> Path:
-        """Where it lies; it need not."""
-        return models.models_folder() / self.name
 
-    def here(self) -> bool:
-        """Whether it lies there; one line is printed where it does not."""
-        if self.folder.is_dir():
-            return True
-        print(f"# {self.name} is not in {self.folder.parent}: left out", file=sys.stderr)
+def is_here(model: Model) -> bool:
+    """Whether a model lies there; one line is printed where it does not."""
+    try:
+        model.folder()
+    except DataError as problem:
+        print(f"# left out: {problem.what}, {problem.got}", file=sys.stderr)
         return False
-
-    def load(self, device: torch.device) -> Any:
-        """The model in float32, in training mode."""
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
-        return model.to(device).train()
-
-    def batches(self, rows: int, length: int, device: torch.device) -> list[dict[str, Tensor]]:
-        """The batch that is trained on, and the validation batch."""
-        from transformers import AutoTokenizer
-
-        both = batches(AutoTokenizer.from_pretrained(self.folder), rows, length)
-        return [{name: x.to(device) for name, x in batch.items()} for batch in both]
+    return True
 
 
-SMOLLM2 = Real("smollm2", models.SMOLLM2.name, ESTIMATORS)
-GEMMA3 = Real("gemma3", models.GEMMA3.name, ("alphatoken", "direct", "path", "label"))
-MODELS = {model.key: model for model in (SMOLLM2, GEMMA3)}
+def batches_of(model: Model, size: tuple[int, int], device: torch.device) -> list[Batch]:
+    """The batch that is trained on, and the validation batch."""
+    both = batches(model.tokenizer(), *size)
+    return [{name: x.to(device) for name, x in batch.items()} for batch in both]
 
 
 @dataclass(frozen=True)
@@ -110,21 +89,21 @@ class Side:
     beside: str = ""
 
 
-def rows_of(run: Run, real: Real) -> Iterator[Measured]:
+def rows_of(run: Run, real: Model) -> Iterator[Measured]:
     """All rows of one model; none where it is not here."""
-    if not real.here():
+    if not is_here(real):
         return
-    model = real.load(run.device)
+    model = real.load().to(run.device).train()
     for index, (rows, length) in enumerate(QUICK if run.quick else SIZES):
-        estimators = ("alphatoken", "label") if index or run.quick else real.estimators
+        estimators = FEW if index or run.quick else ALL[real.key]
         sides = partial(_sides, estimators=estimators)
         yield from _of_batch(run, real, model, (rows, length), sides, run.pairs(2))
 
 
-def differences_of(run: Run, real: Real) -> Iterator[Measured]:
+def differences_of(run: Run, real: Model) -> Iterator[Measured]:
     """Rows of label values over all parameters by forwards alone; none where it is not here."""
-    if real.here():
-        model = real.load(run.device)
+    if is_here(real):
+        model = real.load().to(run.device).train()
         for size in QUICK if run.quick else SIZES:
             measured = _of_batch(run, real, model, size, _by_differences, run.pairs(6))
             # A forward is timed there too, and stands in its own row already.
@@ -133,13 +112,13 @@ def differences_of(run: Run, real: Real) -> Iterator[Measured]:
 
 def _of_batch(
     run: Run,
-    real: Real,
+    real: Model,
     model: Any,
     size: tuple[int, int],
     sides_of: Callable[..., Iterator[Side]],
     repeats: int,
 ) -> Iterator[Measured]:
-    batch, validation = real.batches(*size, run.device)
+    batch, validation = batches_of(real, size, run.device)
     sides = {
         "step": Side("step", "", partial(plain_step, model, batch), lambda shape: shape.step),
         "forward": Side(
@@ -194,7 +173,7 @@ def _note(side: Side, counted: float) -> Measured:
 
 
 def _sides(
-    model: Any, batch: dict[str, Tensor], validation: dict[str, Tensor], estimators: tuple[str, ...]
+    model: Any, batch: Batch, validation: Batch, estimators: tuple[str, ...]
 ) -> Iterator[Side]:
     depth = model.config.num_hidden_layers
     for estimator in estimators:
@@ -222,9 +201,7 @@ def _sides(
         yield Side(row, f"label, {parameters}", partial(scorer.score, batch), floor)
 
 
-def _by_differences(
-    model: Any, batch: dict[str, Tensor], validation: dict[str, Tensor]
-) -> Iterator[Side]:
+def _by_differences(model: Any, batch: Batch, validation: Batch) -> Iterator[Side]:
     """Label values over all parameters by forwards: alone, and beside a training step."""
     for form in FORMS:
         config = ScorerConfig("label", layers="all", parameters="all", derivative=form)
@@ -248,7 +225,7 @@ def _forwards(count: int, shape: Shape) -> float:
     return count * shape.forward
 
 
-def _forward(model: Any, batch: dict[str, Tensor]) -> None:
+def _forward(model: Any, batch: Batch) -> None:
     with torch.no_grad():
         model(input_ids=batch["input_ids"], use_cache=False)
 
@@ -260,9 +237,7 @@ def _build(scorer: Scorer) -> None:
     scorer.estimator.cache.current()
 
 
-def _first_use(
-    model: Any, batch: dict[str, Tensor], validation: dict[str, Tensor], estimator: str
-) -> None:
+def _first_use(model: Any, batch: Batch, validation: Batch, estimator: str) -> None:
     config = ScorerConfig(estimator=estimator, layers=LAYERS)
     Scorer(model, validation, None, config).score(batch)
 
@@ -289,12 +264,11 @@ def _gradient(shape: Shape) -> float:
 
 def real_memory(run: Run) -> Iterator[dict[str, Any]]:
     """Peak memory of fresh processes on real models: steps with values at K = 3, and without."""
-    for real in MODELS.values():
-        if not real.here():
+    for real in (SMOLLM2, GEMMA3):
+        if not is_here(real):
             continue
         for index, size in enumerate(QUICK if run.quick else SIZES):
-            few = ("alphatoken", "label")
-            estimators = few if index or run.quick else real.estimators
+            estimators = FEW if index or run.quick else ALL[real.key]
             plain = _peak(real, "step", size, run.device)
             for what in (*estimators, "label_all"):
                 ours = _peak(real, what, size, run.device)
@@ -330,25 +304,25 @@ def real_memory(run: Run) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _weights_mib(real: Real) -> float:
+def _weights_mib(real: Model) -> float:
     """Of one float32 copy of all parameters, a tied one once."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(real.folder))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(real.folder()))
     return sum(4 * p.numel() for p in model.parameters()) / 2**20
 
 
-def _peak(real: Real, what: str, size: tuple[int, int], device: torch.device) -> float:
+def _peak(real: Model, what: str, size: tuple[int, int], device: torch.device) -> float:
     """MiB of a fresh process."""
     words = (real.key, what, *map(str, size))
     return fresh_mib("benchmarks.real", *words, device=device)
 
 
-def work(real: Real, what: str, size: tuple[int, int], device: torch.device) -> None:
+def work(real: Model, what: str, size: tuple[int, int], device: torch.device) -> None:
     """Run ``what`` once."""
-    model = real.load(device)
-    batch, validation = real.batches(*size, device)
+    model = real.load().to(device).train()
+    batch, validation = batches_of(real, size, device)
     if what == "step":
         plain_step(model, batch)
     elif what == "label_all":
@@ -369,7 +343,7 @@ def work(real: Real, what: str, size: tuple[int, int], device: torch.device) -> 
 def main() -> None:
     """Do one thing and print the peak."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=list(MODELS))
+    parser.add_argument("model", choices=list(ALL))
     parser.add_argument("what", choices=["step", *ESTIMATORS, "label_all", *FORMS])
     parser.add_argument("rows", type=int)
     parser.add_argument("length", type=int)
@@ -390,7 +364,7 @@ def source() -> str:
     return "GSM8K" if os.environ.get("ALPHATOKEN_DATA") else "functions of the standard library"
 
 
-def batches(tokenizer: Any, rows: int, length: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def batches(tokenizer: Any, rows: int, length: int) -> tuple[Batch, Batch]:
     """A batch of ``rows`` x ``length`` tokens without padding, and another one to value it against.
 
     Each row is a conversation of as many problems and their solutions as it takes, in the plain
@@ -410,7 +384,8 @@ def batches(tokenizer: Any, rows: int, length: int) -> tuple[dict[str, Tensor], 
 
 def _conversations(count: int, length: int) -> Iterator[Row]:
     """Rows joined until their text is long enough for ``length`` tokens of any tokenizer here."""
-    rows = iter(FORMATS["gsm8k" if os.environ.get("ALPHATOKEN_DATA") else "library"].rows())
+    rows_of, _ = FORMATS["gsm8k" if os.environ.get("ALPHATOKEN_DATA") else "library"]
+    rows = iter(rows_of())
     for index in range(count):
         turns: list[Turn] = []
         # Fewer than eight characters a token: what is over is cut off.

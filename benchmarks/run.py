@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,37 +25,14 @@ import torch
 from alphatoken.support.storage import write_text
 from benchmarks import cases, real
 from benchmarks.measure import Run, machine, quiet
+from benchmarks.pages import RESULTS, measured
 from benchmarks.peers.cases import CASES as PEER_CASES
 from benchmarks.real import real_memory
 from benchmarks.targets import judged
 
 Row = dict[str, Any]
-HERE = Path(__file__).resolve().parent
-
-
-@dataclass(frozen=True)
-class Case:
-    """One measurement.
-
-    Attributes:
-        work: yields rows.
-        minutes: about how long on two cores; only for the estimate of what remains.
-        target: part of the default run.
-    """
-
-    work: Callable[[Run], Iterator[Row]]
-    minutes: float
-    target: bool = True
-
-    @property
-    def name(self) -> str:
-        """As on the command line."""
-        return self.work.__name__
-
-    @property
-    def title(self) -> str:
-        """First line of the docstring."""
-        return (self.work.__doc__ or "").splitlines()[0]
+Case = Callable[[Run], Iterator[Row]]
+"""One measurement: yields rows, and is called by its name."""
 
 
 def real_smollm2(run: Run) -> Iterator[Row]:
@@ -79,50 +55,59 @@ def differences_gemma3(run: Run) -> Iterator[Row]:
     yield from real.differences_of(run, real.GEMMA3)
 
 
-CASES = (
-    Case(cases.projected_vs_gram, 0.7),
-    Case(cases.label_vs_per_token, 0.3),
-    Case(cases.time_exponent, 1.5),
-    Case(cases.time_against_validation, 0.1),
-    Case(cases.label_vs_step, 1.6),
-    Case(cases.score_overhead, 2.2),
-    Case(cases.score_peak_memory, 1.3),
-    Case(real_smollm2, 5.0),
-    Case(real_gemma3, 8.0),
-    Case(differences_smollm2, 6.0),
-    Case(differences_gemma3, 10.0),
-    Case(real_memory, 4.0),
-    *(Case(work, 1.5, target=False) for work in PEER_CASES),
-)
+MINUTES: dict[Case, float] = {
+    cases.projected_vs_gram: 0.7,
+    cases.label_vs_per_token: 0.3,
+    cases.time_exponent: 1.5,
+    cases.time_against_validation: 0.1,
+    cases.label_vs_step: 1.6,
+    cases.score_overhead: 2.2,
+    cases.score_peak_memory: 1.3,
+    real_smollm2: 5.0,
+    real_gemma3: 8.0,
+    differences_smollm2: 6.0,
+    differences_gemma3: 10.0,
+    real_memory: 4.0,
+    **dict.fromkeys(PEER_CASES, 1.5),
+}
+"""About how long each case takes on two cores, for the estimate of what remains.
+
+Cases against peers have no target.
+"""
+
+
+def title_of(case: Case) -> str:
+    """First line of the docstring."""
+    return (case.__doc__ or "").splitlines()[0]
 
 
 def chosen(names: Sequence[str]) -> list[Case]:
     """The cases to run, in order: those named, or those with a target."""
-    return [case for case in CASES if (case.name in names if names else case.target)]
+    return [c for c in MINUTES if (c.__name__ in names if names else c not in PEER_CASES)]
 
 
 def measure(picked: Sequence[Case], run: Run, folder: Path) -> None:
     """Run the cases one after the other; after each, the results are whole."""
     machine_facts, calm = machine(run.device), quiet()
     begun, done, new = time.monotonic(), 0.0, list[Row]()
-    whole = sum(case.minutes for case in picked)
+    whole = sum(map(MINUTES.__getitem__, picked))
     for index, case in enumerate(picked, 1):
         remains = whole - done
         if done:  # this machine's own speed, once it is known
             remains *= (time.monotonic() - begun) / 60 / done
         print(
-            f"# [{index}/{len(picked)}] {case.name}: {case.title} "
+            f"# [{index}/{len(picked)}] {case.__name__}: {title_of(case)} "
             f"(about {remains:.0f} min remain for all)",
             file=sys.stderr,
             flush=True,
         )
         rows = []
-        for row in case.work(run):
+        for row in case(run):
             rows.append(finished(row, machine_facts, device=run.device.type))
             print(_line(rows[-1]), flush=True)
-        done += case.minutes
+        done += MINUTES[case]
         new += rows
-        write(folder / "results.json", merged(load(folder / "results.json"), rows))
+        write(folder / "results.json", merged(measured(folder / "results.json"), rows))
     remember(folder / "history.jsonl", machine_facts, calm, new)
 
 
@@ -137,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [case.name for case in CASES]
+    names = [case.__name__ for case in MINUTES]
     parser.add_argument("cases", nargs="*", choices=[[], *names], default=[], metavar="NAME")
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one pair: a trial run")
@@ -148,28 +133,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick and options.out is None and not options.list:
         parser.error("--quick measures nothing: give --out, or its rows would replace real ones")
     if options.list:
-        for case in CASES:
-            print(f"{case.name:28}{'target  ' if case.target else '        '}{case.title}")
+        for case in MINUTES:
+            target = "" if case in PEER_CASES else "target"
+            print(f"{case.__name__:28}{target:8}{title_of(case)}")
         return
     torch.set_num_threads(options.threads)
     cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
     run = Run(torch.device("cuda" if cuda else "cpu"), options.quick)
     try:
-        measure(chosen(options.cases), run, options.out or HERE)
+        measure(chosen(options.cases), run, options.out or RESULTS.parent)
     except KeyboardInterrupt:
         print("# interrupted; finished cases are written", file=sys.stderr)
         raise SystemExit(130) from None
 
 
 # --- the file of results ------------------------------------------------------------------------
-
-
-def load(path: Path) -> list[Row]:
-    """The rows of a file, none if there is none."""
-    if not path.exists():
-        return []
-    rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))
-    return rows
 
 
 def finished(row: Row, machine: Mapping[str, str], *, device: str = "cpu") -> Row:
@@ -179,8 +157,8 @@ def finished(row: Row, machine: Mapping[str, str], *, device: str = "cpu") -> Ro
 
 def merged(old: list[Row], new: list[Row]) -> list[Row]:
     """The old rows with those of a newly measured name, on its kind of device, replaced."""
-    measured = {(row["name"], row["device"]) for row in new}
-    return [row for row in old if (row["name"], row["device"]) not in measured] + new
+    anew = {(row["name"], row["device"]) for row in new}
+    return [row for row in old if (row["name"], row["device"]) not in anew] + new
 
 
 def write(path: Path, rows: list[Row]) -> None:
@@ -191,7 +169,7 @@ def write(path: Path, rows: list[Row]) -> None:
 
 def remember(path: Path, machine: Mapping[str, str], quiet: bool, rows: Sequence[Row]) -> None:
     """Add one run to the history: commit, machine, whether it was quiet, and the ratios."""
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
     described = subprocess.run(git, capture_output=True, text=True, check=False)
     line = {
         "commit": described.stdout.strip() or None,

@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import number, span, table
+from benchmarks.pages import measured, number, span, table
 
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Target:
-    """A promise: ``ratio <= limit``. ``limit`` None: the row brings its own."""
-
-    limit: float | None
-    says: str
-
-
-TARGETS: dict[str, Target] = {
-    "projected_vs_gram": Target(
+TARGETS: dict[str, tuple[float | None, str]] = {
+    "projected_vs_gram": (
         1 / (0.9 * 8),
         "projected against gram contraction, 16,384 validation tokens, d = 4096: "
         "0.9 of the FLOP ratio 8",
     ),
-    "label_vs_step": Target(
-        1.25, "all label values, K = all, against one plain training step: at most 1.25"
+    "label_vs_step": (
+        1.25,
+        "all label values, K = all, against one plain training step: at most 1.25",
     ),
-    "label_vs_per_token": Target(
-        None, "all T label values against T backward passes: at most 8 / T"
-    ),
-    "score_overhead_k3": Target(
+    "label_vs_per_token": (None, "all T label values against T backward passes: at most 8 / T"),
+    "score_overhead_k3": (
         1.12,
         "training step with `alphatoken` values at K = 3 of 28 layers, validation side apart, "
         "against the step: at most 1.12",
     ),
-    "score_peak_memory": Target(1.15, "peak memory of the same: at most 1.15"),
-    "time_exponent": Target(1.1, "time grows as T to at most 1.1, attention apart, to T = 8192"),
-    "score_overhead_k3_fisher": Target(1.12, "the same step with both sides of M"),
-    "score_peak_memory_fisher": Target(1.15, "its peak memory"),
-    "time_exponent_label": Target(1.1, "the exponent of `label`"),
-    "time_against_validation": Target(
-        1.1, "scoring against 16 times the validation rows, G built: as fast"
+    "score_peak_memory": (1.15, "peak memory of the same: at most 1.15"),
+    "time_exponent": (1.1, "time grows as T to at most 1.1, attention apart, to T = 8192"),
+    "score_overhead_k3_fisher": (1.12, "the same step with both sides of M"),
+    "score_peak_memory_fisher": (1.15, "its peak memory"),
+    "time_exponent_label": (1.1, "the exponent of `label`"),
+    "time_against_validation": (
+        1.1,
+        "scoring against 16 times the validation rows, G built: as fast",
     ),
     **{
-        f"{key}_{row}": Target(limit, says)
+        f"{key}_{row}": (limit, says)
         for key in ("smollm2", "gemma3")
         for row, limit, says in (
             ("label_all", 1.1, "label values over all parameters against a training step"),
@@ -59,21 +48,21 @@ TARGETS: dict[str, Target] = {
         )
     },
 }
-"""Names that are measured by the default run."""
+"""Row that the default run measures -> the most that its ratio may be, and the promise in words;
+with None the row brings its own limit."""
 
 
 def judged(row: Row) -> Row:
     """The row with ``target`` and ``met``, both None where nothing is promised."""
-    promise = TARGETS.get(row["name"])
-    limit = row.get("target") if promise is None or promise.limit is None else promise.limit
+    limit, _ = TARGETS.get(row["name"], (None, ""))
+    limit = row.get("target") if limit is None else limit
     return {**row, "target": limit, "met": None if limit is None else row["ratio"] <= limit}
 
 
 def table_of_targets() -> str:
     """What is promised, what is measured where it comes off worst, whether it is met."""
-    rows = json.loads((Path(__file__).with_name("results.json")).read_text(encoding="utf-8"))
-    lines = []
-    for name in TARGETS:
+    rows, lines = measured(), []
+    for name, (_, promise) in TARGETS.items():
         own = [row for row in rows if row["name"] == name]
         for device in dict.fromkeys(row["device"] for row in own):
             here = [row for row in own if row["device"] == device]
@@ -81,7 +70,7 @@ def table_of_targets() -> str:
             ratio = span((row["ratio"], row["low"], row["high"]), 3) if "low" in row else None
             lines.append(
                 (
-                    f"`{name}`: {TARGETS[name].says}",
+                    f"`{name}`: {promise}",
                     row["size"],
                     device,
                     ratio or number(row["ratio"], 3),

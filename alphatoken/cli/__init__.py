@@ -23,7 +23,9 @@ in processes of their own.
 
 from __future__ import annotations
 
-from alphatoken.cli.program import Command, Program
+from functools import partial
+
+from alphatoken.cli.program import Command, run_program
 
 __all__ = ["main"]
 
@@ -64,6 +66,6 @@ examples
 
 alphatoken COMMAND --help explains one command."""
 
-main = Program(
-    "alphatoken", "Values of response tokens for fine-tuning language models.", _EXAMPLES, _COMMANDS
-).main
+_ABOUT = "Values of response tokens for fine-tuning language models."
+
+main = partial(run_program, "alphatoken", _ABOUT, _EXAMPLES, _COMMANDS)

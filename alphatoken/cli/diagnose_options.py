@@ -8,23 +8,14 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from alphatoken.cli.program import CommandParser, add_option, add_options, kinds_of
-from alphatoken.config import ValueOptions
 from alphatoken.diagnose import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.errors import AlphaTokenError, ConfigError
-from alphatoken.score.options import (
-    BudgetOptions,
-    EarlierOptions,
-    LeftOutOptions,
-    ModelOptions,
-    ReadingOptions,
-    RunningOptions,
-)
+from alphatoken.score.options import CorpusOptions
 from alphatoken.support.options import option
 
 ALL = "all"
@@ -59,15 +50,7 @@ def _size(text: str, name: str) -> Any:
 
 
 @dataclass(kw_only=True)
-class DiagnoseOptions(
-    ModelOptions,
-    ValueOptions,
-    BudgetOptions,
-    ReadingOptions,
-    LeftOutOptions,
-    EarlierOptions,
-    RunningOptions,
-):
+class DiagnoseOptions(CorpusOptions):
     """Options that all diagnostics share: what is diagnosed, and how much work it may be."""
 
     reference: str | None = option(
@@ -123,6 +106,25 @@ class DiagnoseOptions(
     retention_rows: int = option(
         32, "maximum number of rows to draw from each retention set", at_least=1
     )
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """Names of the sizes that are given, which no budget makes smaller."""
+        fixed = {name for name in SIZES if getattr(self, name) is not None}
+        # Whoever draws validation rows from the training rows must say how many; the budget may
+        # stop before.
+        if self.validation_rows is not None and self.validation_file is not None:
+            fixed.add("objective_rows")
+        return frozenset(fixed)
+
+    @property
+    def seconds(self) -> float | None:
+        """The budget of each diagnostic; None for no limit.
+
+        Raises:
+            ConfigError: it is no time.
+        """
+        return parse_budget(self.budget)
 
 
 # --- which diagnostics ----------------------------------------------------------------------------
@@ -183,35 +185,16 @@ def read(words: Sequence[str]) -> Sequence[str] | None:
 # --- arguments -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Request:
-    """The diagnostics to run with their options, and the options that they share.
-
-    Attributes:
-        entries: the diagnostics, in their order.
-        options: name -> its ``Options``.
-        shared: everything else.
-        fixed: names of sizes on the command line, which no budget makes smaller.
-        command: the whole command line, for the report.
-        budget: seconds of each diagnostic; None for no limit.
-    """
-
-    entries: tuple[Entry, ...]
-    options: Mapping[str, Any]
-    shared: DiagnoseOptions
-    fixed: frozenset[str]
-    command: str
-    budget: float | None
-
-
-def read_request(name: str, *words: str) -> Request:
+def read_request(name: str, *words: str) -> tuple[DiagnoseOptions, dict[str, Any]]:
     """The arguments after ``alphatoken diagnose``, checked.
+
+    Returns:
+        The options that all diagnostics share, and name -> ``Options`` of each one to run.
 
     Raises:
         ConfigError: whatever is wrong with them.
     """
-    entries = entries_of(name)
-    modules = {entry.name: entry.load() for entry in entries}
+    modules = {entry.name: entry.load() for entry in entries_of(name)}
     parser = build_parser(name, modules[name].Options if name in modules else None)
     arguments = vars(parser.parse_args(words))
     shared = DiagnoseOptions(**{one.name: arguments[one.name] for one in fields(DiagnoseOptions)})
@@ -223,13 +206,8 @@ def read_request(name: str, *words: str) -> Request:
         options = {key: module.Options(**own) for key, module in modules.items()}
     except AlphaTokenError as error:
         raise ConfigError(f"an option of {name} has no meaning: {error}") from None
-    command = shlex.join(["alphatoken", "diagnose", name, *words])
-    fixed = {one for one in SIZES if getattr(shared, one) is not None}
-    # Whoever draws them from the training rows must say how many; the budget may stop before.
-    if shared.validation_rows is not None and shared.validation_file is not None:
-        fixed |= {"objective_rows"}
-    budget = parse_budget(shared.budget)
-    return Request(entries, options, shared, frozenset(fixed), command, budget)
+    _ = shared.seconds  # its own error
+    return shared, options
 
 
 def parse_budget(text: str) -> float | None:

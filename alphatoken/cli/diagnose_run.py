@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import shlex
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -18,11 +19,11 @@ import torch
 from torch import nn
 
 from alphatoken import FisherDrift
-from alphatoken.cli.diagnose_options import PROMPTS, DiagnoseOptions, Request, read_request
+from alphatoken.cli.diagnose_options import PROMPTS, DiagnoseOptions, entries_of, read_request
 from alphatoken.data import EncodeOptions, Example, Fields, Pools, Row, read_rows, split_pools
 from alphatoken.data.encode import about_encoding
 from alphatoken.data.split import about_pools
-from alphatoken.diagnose import DIAGNOSTICS, SIZES, Entry
+from alphatoken.diagnose import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.diagnose.clouds import require_sklearn
 from alphatoken.diagnose.diagnosis import LEAD, Diagnosis, section_of
 from alphatoken.diagnose.statistics import FEWEST
@@ -68,15 +69,15 @@ def run(words: Sequence[str]) -> int:
         AlphaTokenError: wrong input, or the one diagnostic asked for cannot run.
         KeyboardInterrupt: says how to go on.
     """
-    request = read_request(*words)
-    options = request.shared
+    options, own = read_request(*words)
+    entries = entries_of(words[0])
     if find_spec("matplotlib") is None:
         raise ConfigError("diagnoses need matplotlib", remedy="pip install 'alphatoken[diagnose]'")
-    if any(entry.needs_sklearn for entry in request.entries):
+    if any(entry.needs_sklearn for entry in entries):
         require_sklearn()
     check_files(options)
-    blind = [entry.name for entry in request.entries if entry.needs_retention]
-    if len(request.entries) == 1 and blind:
+    blind = [entry.name for entry in entries if entry.needs_retention]
+    if len(entries) == 1 and blind:
         require_retention(options.retention_set)
     elif blind and not options.retention_set:
         print(f"note: {', '.join(blind)} will not run without --retention_set", file=sys.stderr)
@@ -97,40 +98,44 @@ def run(words: Sequence[str]) -> int:
         subject, settings, notes = prepare(options)
         for note in () if options.quiet else notes:
             print(f"note: {note}", file=sys.stderr)
-        folder = _Folder.open(out, settings, notes, request)
+        if options.overwrite_output:
+            _remove_earlier(out)
+        command = shlex.join(["alphatoken", "diagnose", *words])
+        folder = _Folder.open(out, settings, notes, own, command)
         with shown_progress(not options.quiet):
-            _run_each(request, subject, folder)
+            _run_each(options, own, subject, folder)
     except KeyboardInterrupt:
-        done = sum(Diagnosis.finished(out / entry.name) for entry in request.entries)
+        done = sum(Diagnosis.finished(out / entry.name) for entry in entries)
         raise KeyboardInterrupt(
-            f"{done} of {len(request.entries)} diagnoses are finished and kept; the same command "
+            f"{done} of {len(entries)} diagnoses are finished and kept; the same command "
             "with --resume runs the rest"
         ) from None
     print(f"report: {folder.path / _PAGE}")
     left_out = () if options.retention_set else blind  # which a note has said
-    failed = [e.name for e in request.entries if e.name in folder.failures.keys() - set(left_out)]
+    failed = [e.name for e in entries if e.name in folder.failures.keys() - set(left_out)]
     if failed:
         print(
-            f"alphatoken: {len(failed)} of {len(request.entries)} diagnostics could not run: "
+            f"alphatoken: {len(failed)} of {len(entries)} diagnostics could not run: "
             f"{', '.join(failed)}",
             file=sys.stderr,
         )
     return 1 if failed else 0
 
 
-def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
-    quiet, count = request.shared.quiet, len(request.entries)
-    for number, entry in enumerate(request.entries, start=1):
+def _run_each(
+    options: DiagnoseOptions, own: Mapping[str, Any], subject: Subject, folder: _Folder
+) -> None:
+    for number, entry in enumerate(map(find, own), start=1):
         if Diagnosis.finished(place := folder.path / entry.name):
             _say(Diagnosis.load(place), folder, "finished earlier")
             continue
-        if not quiet:
-            print(f"[{number}/{count}] {entry.name}: {entry.question}", file=sys.stderr)
+        if not options.quiet:
+            print(f"[{number}/{len(own)}] {entry.name}: {entry.question}", file=sys.stderr)
         start = time.monotonic()
         try:
-            diagnosis = _diagnosed(request, entry, subject)
+            diagnosis = _diagnosed(options, entry, own[entry.name], subject)
         except Exception as error:
-            if count == 1 or isinstance(error, OSError) or request.shared.traceback:
+            if len(own) == 1 or isinstance(error, OSError) or options.traceback:
                 raise
             reason = _reason(error)
             print(f"alphatoken: {entry.name} could not run: {reason}", file=sys.stderr)
@@ -140,16 +145,16 @@ def _run_each(request: Request, subject: Subject, folder: _Folder) -> None:
         _say(diagnosis, folder, f"{time.monotonic() - start:.0f} s")
 
 
-def _diagnosed(request: Request, entry: Entry, subject: Subject) -> Diagnosis:
+def _diagnosed(options: DiagnoseOptions, entry: Entry, own: Any, subject: Subject) -> Diagnosis:
     """The largest diagnosis within the budget, or of all sizes where there is none."""
-    budget = request.budget
+    seconds = options.seconds
     try:
         return diagnosed_before(
-            None if budget is None else time.monotonic() + budget,
+            None if seconds is None else time.monotonic() + seconds,
             subject,
-            request.fixed,
-            partial(_one_round, entry, request.options[entry.name]),
-            budget=request.shared.budget,
+            options.fixed,
+            partial(_one_round, entry, own),
+            budget=options.budget,
         )
     except torch.OutOfMemoryError as error:
         raise ModelError(
@@ -186,6 +191,15 @@ def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
 # --- the folder -----------------------------------------------------------------------------------
 
 
+def _remove_earlier(path: Path) -> None:
+    """Remove an earlier run, and nothing else that may lie in the folder."""
+    if (path / _MANIFEST).exists():
+        for entry in DIAGNOSTICS:
+            shutil.rmtree(path / entry.name, ignore_errors=True)
+        for name in (_PAGE, _MANIFEST):
+            (path / name).unlink(missing_ok=True)
+
+
 @dataclass
 class _Folder:
     """The results of one run, which may be added to; ``report.html`` shows what is there."""
@@ -199,29 +213,31 @@ class _Folder:
 
     @classmethod
     def open(
-        cls, path: Path, settings: dict[str, Any], notes: list[str], request: Request
+        cls,
+        path: Path,
+        settings: dict[str, Any],
+        notes: list[str],
+        own: Mapping[str, Any],
+        command: str,
     ) -> _Folder:
-        """A new run, or an earlier one, which must have the same settings."""
+        """A new run, or an earlier one, which must have the same settings.
+
+        ``own`` are the options of each diagnostic to run, by its name.
+        """
         diagnostics: dict[str, dict[str, Any]] = {}
         manifest = path / _MANIFEST
-        if manifest.exists() and request.shared.overwrite_output:
-            # The earlier run alone: other files may lie in the folder.
-            for entry in DIAGNOSTICS:
-                shutil.rmtree(path / entry.name, ignore_errors=True)
-            for name in (_PAGE, _MANIFEST):
-                (path / name).unlink(missing_ok=True)
         if manifest.exists():
             earlier = read_run(manifest)
             refuse_other_run(earlier["settings"], settings)
             diagnostics = dict(earlier.get("diagnostics", {}))
-        for name, options in request.options.items():
+        for name, options in own.items():
             record = diagnostics.setdefault(name, {"options": asdict(options)})
             then, now = (
                 {f"{name}.{key}": value for key, value in each.items()}
                 for each in (record["options"], asdict(options))
             )
             refuse_other_run(then, now)
-        folder = cls(path, settings, notes, diagnostics, request.command)
+        folder = cls(path, settings, notes, diagnostics, command)
         folder._write()
         return folder
 

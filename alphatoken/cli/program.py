@@ -68,80 +68,83 @@ def _at(place: str) -> Any:
     return getattr(import_module(module), function)
 
 
-@dataclass(frozen=True)
-class Program:
-    """A program and its commands.
+def run_program(
+    name: str,
+    about: str,
+    examples: str,
+    commands: Mapping[str, Command],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Run one command of a program and return its exit status.
 
-    Attributes:
+    Args:
         name: of the program, which is also that of its distribution.
         about: one line for ``--help``.
         examples: the last lines of ``--help``.
         commands: by name.
+        arguments: the command line without the program's name; None for this process's own.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] not in commands:
+        parser = _parser(name, about, examples, commands)
+        parser.parse_args(words)  # --help, --version, or no such command: it ends here
+        words = [word for word in words if word != "--"]
+    command, *rest = words
+    rest = spelled(rest)
 
-    name: str
-    about: str
-    examples: str
-    commands: Mapping[str, Command]
+    # Most commands take abbreviations of their flags; this one is read before they are.
+    traceback = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
+    with _own_modules(), _said_in_notes("--quiet" in rest):
+        return guarded(name, partial(commands[command], rest), traceback=traceback)
 
-    def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Run one command and return its exit status."""
-        words = list(sys.argv[1:] if arguments is None else arguments)
-        if not words or words[0] not in self.commands:
-            self._parser().parse_args(words)  # --help, --version, or no such command: it ends here
-            words = [word for word in words if word != "--"]
-        name, *rest = words
-        rest = spelled(rest)
 
-        # Most commands take abbreviations of their flags; this one is read before they are.
-        traceback = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
-        with _own_modules(), _said_in_notes("--quiet" in rest):
-            return self._guarded(partial(self.commands[name], rest), traceback)
+def _parser(
+    name: str, about: str, examples: str, commands: Mapping[str, Command]
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=name,
+        description=about,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    try:
+        number = version(name)
+    except PackageNotFoundError:
+        number = "(not installed)"
+    parser.add_argument("--version", action="version", version=f"{name} {number}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for own, command in commands.items():
+        subparsers.add_parser(own, help=command.about)
+    return parser
 
-    def _parser(self) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(
-            prog=self.name,
-            description=self.about,
-            epilog=self.examples,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.add_argument("--version", action="version", version=f"{self.name} {self._version()}")
-        commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-        for name, command in self.commands.items():
-            commands.add_parser(name, help=command.about)
-        return parser
 
-    def _version(self) -> str:
-        try:
-            return version(self.name)
-        except PackageNotFoundError:
-            return "(not installed)"
+def guarded(program: str, command: Callable[[], int], *, traceback: bool) -> int:
+    """The exit status of a command; an error is one line on stderr, unless with ``traceback``."""
+    try:
+        return command()
+    except KeyboardInterrupt as interrupt:
+        _say(program, f"interrupted: {interrupt}" if str(interrupt) else "interrupted")
+        return 130
+    except AlphaTokenError as error:
+        if traceback:
+            raise
+        _say(program, str(error))
+        cause = error.__cause__
+        return 1 if isinstance(cause, OSError) and not isinstance(cause, _WRONG_PATH) else 2
+    except BrokenPipeError:  # who read the output has read enough, as ``head`` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        return 1
+    except OSError as error:
+        if traceback:
+            raise
+        _say(program, str(error))
+        return 1
 
-    def _guarded(self, command: Callable[[], int], traceback: bool) -> int:
-        try:
-            return command()
-        except KeyboardInterrupt as interrupt:
-            self._say(f"interrupted: {interrupt}" if str(interrupt) else "interrupted")
-            return 130
-        except AlphaTokenError as error:
-            if traceback:
-                raise
-            self._say(str(error))
-            cause = error.__cause__
-            return 1 if isinstance(cause, OSError) and not isinstance(cause, _WRONG_PATH) else 2
-        except BrokenPipeError:  # who read the output has read enough, as ``head`` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
-            return 1
-        except OSError as error:
-            if traceback:
-                raise
-            self._say(str(error))
-            return 1
 
-    def _say(self, message: str) -> None:
-        rank = os.environ.get("RANK", "0")
-        process = "" if rank == "0" else f" (process {rank})"
-        print(f"{self.name}{process}: {' '.join(message.split())}", file=sys.stderr)
+def _say(program: str, message: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    process = "" if rank == "0" else f" (process {rank})"
+    print(f"{program}{process}: {' '.join(message.split())}", file=sys.stderr)
 
 
 @contextmanager

@@ -188,8 +188,7 @@ def _marked(row: Row, labelled: Sequence[int], tokenizer: Any) -> tuple[list[int
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
-    ids, marks = list(encoded["input_ids"]), np.asarray(encoded["assistant_masks"], np.int8)
-    runs = np.flatnonzero(np.diff(marks, prepend=0, append=0)).reshape(-1, 2).tolist()
+    ids, runs = list(encoded["input_ids"]), marked_runs(encoded["assistant_masks"])
     wanted = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
     if labelled and len(runs) != len(wanted):
         raise DataError(
@@ -306,7 +305,8 @@ def lost_text(
         labels: of the row, unshifted.
         tokenizer: of both.
     """
-    spans, turns = list(_runs(labels)), list(dict.fromkeys(turn for turn, _ in parts))
+    spans = marked_runs([label != IGNORE for label in labels])
+    turns = list(dict.fromkeys(turn for turn, _ in parts))
     runs = [_decode(tokenizer, ids[start:stop]) for start, stop in spans]
     apart = len(runs) == len(turns)  # otherwise turns touch, and are looked through together
     for turn, part in parts:
@@ -330,8 +330,7 @@ def _ends_in(run: str, lead: str, text: str) -> bool:
     return place >= 0 and place + len(text) > len(lead)
 
 
-def _runs(labels: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last place (exclusive) of each run of labels."""
-    learned = np.asarray([label != IGNORE for label in labels], np.int8)
-    edges = np.flatnonzero(np.diff(learned, prepend=0, append=0))
+def marked_runs(marks: Any) -> list[tuple[int, int]]:
+    """First and last place (exclusive) of each run of true marks, of a sequence or an array."""
+    edges = np.flatnonzero(np.diff(np.asarray(marks, np.int8), prepend=0, append=0))
     return [(start, stop) for start, stop in edges.reshape(-1, 2).tolist()]

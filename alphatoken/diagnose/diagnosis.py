@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -243,33 +244,29 @@ def section_of(
     if diagnosis is None:
         state = f"Could not run: {failure}" if failure else "Not run yet."
         return page.Section(anchor, question, spoken, state)
+    pictures = {
+        page.anchor_of(f"{name}-{one.key}-figure"): (one.title, one.caption, one.svg, one.alt)
+        for one in diagnosis.figures
+    }
+    tables = (_table_html(table, question) for table in diagnosis.tables)
     return page.Section(
         anchor,
         question,
         spoken,
         verdict=diagnosis.conclusion,
-        pictures=[
-            page.Picture(
-                page.anchor_of(f"{name}-{figure.key}-figure"),
-                figure.title,
-                figure.caption,
-                figure.svg,
-                alt=figure.alt,
-            )
-            for figure in diagnosis.figures
-        ],
-        tables=[
-            page.ShownTable(
-                page.anchor_of(f"{name}-{table.key}"),
-                table.title,
-                list(_columns(table)),
-                table.note,
-                left_out=max(0, len(table.rows) - MOST_ROWS),
-            )
-            for table in diagnosis.tables
-        ],
+        html="".join([page.pictures_html(pictures), *tables]),
         notes=diagnosis.notes,
         settings={k: v for k, v in diagnosis.settings.items() if (shared or {}).get(k) != v},
+    )
+
+
+def _table_html(table: Table, question: str) -> str:
+    heading = f"<h3>{escape(table.title)}</h3>" if table.title else ""
+    return heading + page.table_html(
+        list(_columns(table)),
+        table.title or question,
+        note=table.note,
+        left_out=max(0, len(table.rows) - MOST_ROWS),
     )
 
 
@@ -283,8 +280,9 @@ def _columns(table: Table) -> Iterator[page.Column]:
         heading = name.replace("_", " ")
         if name in estimates:
             ends = (cells[part] for part in _parts(name)[:2])
-            yield page.Column(heading, [page.interval(*x) for x in zip(own, *ends, strict=True)])
+            shown = [page.interval(*cell) for cell in zip(own, *ends, strict=True)]
+            yield heading, "number", shown
         elif name not in inside:
             words = any(isinstance(cell, (str, bool)) for cell in own)
             shown = [page.cell_text(cell) for cell in own]
-            yield page.Column(heading, shown, "words" if words else "number")
+            yield heading, "words" if words else "number", shown

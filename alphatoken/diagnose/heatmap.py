@@ -36,7 +36,6 @@ and its ``total`` and components as they enter the total, each (n,)."""
 
 _SPLIT = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
 _SIDES = ("adaptation", "stability")
-_NAMES = {component.key: component.name for component in COMPONENTS}
 
 
 @dataclass(frozen=True)
@@ -360,7 +359,7 @@ def _row_figure(
     own = columns["row"] == pool.index(place)
     # Components that are 0 for every token of the pool say nothing; one alone is the total.
     present = [key for key in _components(columns) if columns[key].any()]
-    parts = {_NAMES[key]: columns[key][own] for key in present}
+    parts = {COMPONENTS[key][0]: columns[key][own] for key in present}
     total = {f"Total, {subject.config.estimator}": columns["total"][own]}
     if len(parts) < 2 or options.panels == "total":
         parts = total

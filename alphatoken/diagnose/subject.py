@@ -250,7 +250,7 @@ class Subject:
 
         def of(batch: Batch) -> dict[str, Tensor]:
             values = scorer.score(batch)
-            parts = {one.key: getattr(values, one.key) for one in COMPONENTS}
+            parts = {key: getattr(values, key) for key in COMPONENTS}
             return {key: part[values.mask] for key, part in parts.items() if part is not None}
 
         row, position = places_of(rows).T

@@ -27,10 +27,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from alphatoken.score.value_page import ComponentSummary, ValueSummary, summarise, write_report
+    from alphatoken.score.value_page import ValueSummary, summarise, write_report
     from alphatoken.score.values import (
         COMPONENTS,
-        Component,
         ScoredExample,
         Visits,
         read_values,
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMPONENTS",
-    "Component",
-    "ComponentSummary",
     "ScoredExample",
     "ValueSummary",
     "Visits",
@@ -52,7 +49,7 @@ __all__ = [
     "write_values",
 ]
 
-_ON_PAGE = ("ComponentSummary", "ValueSummary", "summarise", "write_report")
+_ON_PAGE = ("ValueSummary", "summarise", "write_report")
 
 
 def __getattr__(name: str) -> Any:

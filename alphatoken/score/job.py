@@ -61,40 +61,24 @@ OUTCOMES = (
 """Outcome of a row; only "train" is valued."""
 
 
-@dataclass(frozen=True)
-class CorpusRow:
-    """One row of a source, and what becomes of it.
-
-    Attributes:
-        index: its number in the source.
-        place: how a person finds it.
-        outcome: one of :data:`OUTCOMES`.
-        reason: what is wrong with a bad row, and where.
-        example: its tokens, where it is valued.
-        encoded: what was cut or dropped, where it could be written as tokens.
-    """
-
-    index: int
-    place: str
-    outcome: str
-    reason: str = ""
-    example: Example | None = None
-    encoded: EncodeReport | None = None
-
-
-@dataclass(frozen=True)
+@dataclass
 class CorpusSurvey:
-    """Outcomes of all rows of a source.
+    """Outcomes of the rows of a source, counted as they are read.
 
     Attributes:
-        counts: of rows, by what becomes of them.
+        counts: of rows, by outcome: one of :data:`OUTCOMES`.
         encoded: sums up those that became tokens.
         bad: index, place and reason of each row that cannot be read or written as tokens.
     """
 
-    counts: dict[str, int]
-    encoded: EncodeReport
-    bad: list[dict[str, Any]]
+    counts: dict[str, int] = field(default_factory=Counter)
+    encoded: EncodeReport = field(default_factory=EncodeReport)
+    bad: list[dict[str, Any]] = field(default_factory=list)
+
+    def add_bad(self, index: int, place: str, reason: str) -> None:
+        """Count a bad row, and keep what is wrong with it."""
+        self.counts["bad_rows"] += 1
+        self.bad.append({"index": index, "place": place, "reason": reason})
 
 
 @dataclass(frozen=True)
@@ -121,23 +105,31 @@ class Corpus:
     fisher: frozenset[str] = frozenset()
     leak_key: str = "prompt"
 
-    def rows(
-        self, start: int = 0, stop: int | None = None, survey: Survey | None = None
-    ) -> Iterator[CorpusRow]:
-        """Outcome of each row; ``survey`` counts how rows were read, and those left out.
+    def examples(self, start: int = 0, stop: int | None = None) -> Iterator[Example]:
+        """The rows that are valued, as tokens.
 
         Raises:
             DataError: a row that is to stop the run, by ``how``.
         """
-        survey = survey or self.source.survey()
+        rows = self._each(start, stop, self.source.survey(), CorpusSurvey())
+        return (example for example in rows if example is not None)
+
+    def _each(
+        self, start: int, stop: int | None, survey: Survey, outcomes: CorpusSurvey
+    ) -> Iterator[Example | None]:
+        """Each row as tokens, or None where it is not valued.
+
+        ``survey`` counts how rows were read, and those left out; ``outcomes`` what becomes of them.
+        """
         make = partial(row_of, fields=self.fields, survey=survey)
         records = self.source.read(start, stop)
         for record, row in each_row(records, make, self.how.on_bad_rows):
             if isinstance(row, DataError):
                 survey.leave_out(row.what, record.place)
-                yield CorpusRow(record.index, record.place, "bad_rows", str(row))
+                outcomes.add_bad(record.index, record.place, str(row))
+                yield None
             else:
-                yield self._outcome(row, survey)
+                yield self._example(row, survey, outcomes)
 
     def row(self, index: int) -> Row | DataError:
         """One row, also of those that are drawn, or what is wrong with it."""
@@ -145,19 +137,22 @@ class Corpus:
         ((_, row),) = each_row(records, partial(row_of, fields=self.fields), "skip")
         return row
 
-    def _outcome(self, row: Row, survey: Survey) -> CorpusRow:
-        if row.index in self.drawn:
-            return CorpusRow(row.index, row.place, "drawn_validation")
+    def _example(self, row: Row, survey: Survey, outcomes: CorpusSurvey) -> Example | None:
         pools = {"validation": self.validation, "fisher": self.fisher}
+        if row.index in self.drawn:
+            outcomes.counts["drawn_validation"] += 1
+            return None
         if (pool := repeated_in(row, pools, self.leak_key)) is not None:
-            return CorpusRow(row.index, row.place, f"removed_same_as_{pool}")
+            outcomes.counts[f"removed_same_as_{pool}"] += 1
+            return None
         examples, report = encode_rows([row], self.tokenizer, self.how, survey)
         if report.skipped_bad:
             reason = report.first_skipped[0].removeprefix(f"{row.place}: ")
-            return CorpusRow(row.index, row.place, "bad_rows", reason)
-        if examples:
-            return CorpusRow(row.index, row.place, "train", "", examples[0], report)
-        return CorpusRow(row.index, row.place, "without_response", encoded=report)
+            outcomes.add_bad(row.index, row.place, reason)
+            return None
+        outcomes.encoded.add(report)
+        outcomes.counts["train" if examples else "without_response"] += 1
+        return examples[0] if examples else None
 
     def survey(self, report: Callable[[int], None] = lambda _: None) -> CorpusSurvey:
         """Go through all rows once, before any work; one line says what was read and left out.
@@ -166,26 +161,20 @@ class Corpus:
             report: is told how many rows were read, now and then.
 
         Raises:
-            DataError: as of :meth:`rows`; or no row is left.
+            DataError: as of :meth:`examples`; or no row is left.
         """
-        outcomes, encoded, bad = Counter[str](), EncodeReport(), list[dict[str, Any]]()
-        survey = self.source.survey()
-        for number, row in enumerate(self.rows(survey=survey)):
-            outcomes[row.outcome] += 1
-            if row.outcome == "bad_rows":
-                bad.append({"index": row.index, "place": row.place, "reason": row.reason})
-            if row.encoded is not None:
-                encoded.add(row.encoded)
+        outcomes, survey = CorpusSurvey(), self.source.survey()
+        for number, _ in enumerate(self._each(0, None, survey, outcomes)):
             if number % 256 == 0:
                 report(number)
         report(self.source.rows)  # so that what was read has a line of its own
         survey.log()
         always = OUTCOMES[: OUTCOMES.index("train") + 1]
-        shown = [name for name in OUTCOMES if outcomes[name] or name in always]
-        counts = {"rows": self.source.rows, **{name: outcomes[name] for name in shown}}
-        if not outcomes["train"]:
+        shown = [name for name in OUTCOMES if outcomes.counts[name] or name in always]
+        counts = {"rows": self.source.rows, **{name: outcomes.counts[name] for name in shown}}
+        if not outcomes.counts["train"]:
             raise none_left(counts, marked=UNLEARNED in survey.left)
-        return CorpusSurvey(counts, encoded, bad)
+        return replace(outcomes, counts=counts)
 
 
 def draw_rows(corpus: Corpus, count: int, seed: int) -> list[Row]:

@@ -85,13 +85,6 @@ class ModelOptions:
 
 
 @dataclass(kw_only=True)
-class BudgetOptions:
-    """Options for keeping tokens."""
-
-    keep_ratio: float = option(0.5, "share of the response tokens to keep")
-
-
-@dataclass(kw_only=True)
 class ColumnOptions:
     """Options for columns to read."""
 
@@ -166,14 +159,6 @@ class ReadingOptions(ColumnOptions):
 
 
 @dataclass(kw_only=True)
-class EarlierOptions:
-    """Options for an earlier run."""
-
-    resume: bool = option(False, "keep finished work and do the rest", either="earlier")
-    overwrite_output: bool = option(False, "replace existing output", either="earlier")
-
-
-@dataclass(kw_only=True)
 class RunningOptions:
     """Options of the run itself."""
 
@@ -184,15 +169,23 @@ class RunningOptions:
 
 
 @dataclass(kw_only=True)
-class ScoreOptions(
-    ModelOptions,
-    ValueOptions,
-    BudgetOptions,
-    ReadingOptions,
-    LeftOutOptions,
-    EarlierOptions,
-    RunningOptions,
-):
+class CorpusOptions(ModelOptions, ValueOptions, ReadingOptions, LeftOutOptions, RunningOptions):
+    """Options of the commands that value the rows of a file: ``score`` and ``diagnose``."""
+
+    keep_ratio: float = option(
+        0.5, "share of the response tokens to keep", group="options for keeping tokens"
+    )
+    resume: bool = option(
+        False,
+        "keep finished work and do the rest",
+        either="earlier",
+        group="options for an earlier run",
+    )
+    overwrite_output: bool = option(False, "replace existing output", either="earlier")
+
+
+@dataclass(kw_only=True)
+class ScoreOptions(CorpusOptions):
     """Everything that ``alphatoken score`` is told: the rows, and what is made of them."""
 
     train_file: str = option(help="rows to value", group="options for rows to value")

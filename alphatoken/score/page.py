@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,9 +39,7 @@ __all__ = [
     "SEQUENTIAL",
     "Cell",
     "Column",
-    "Picture",
     "Section",
-    "ShownTable",
     "anchor_of",
     "canvas",
     "cell_text",
@@ -48,10 +47,12 @@ __all__ = [
     "environment",
     "interval",
     "number",
+    "pictures_html",
     "render_page",
     "save",
     "script_safe",
     "svg_text",
+    "table_html",
 ]
 
 # Okabe and Ito's palette without yellow: told apart under the common colour-vision deficiencies.
@@ -184,57 +185,46 @@ def interval(value: Cell, low: Cell, high: Cell) -> str:
 _SIZE = re.compile(r'<svg\b[^>]*?\swidth="([0-9.]+)(pt)?"')
 
 
-@dataclass(frozen=True)
-class Picture:
-    """An SVG document, with its heading, what to look for, and what it shows in words.
+def pictures_html(pictures: Mapping[str, tuple[str, str, str, str]]) -> str:
+    """Pictures side by side: anchor -> title, caption, SVG document, what it shows in words.
 
-    The page shows it as an image: nothing in it runs, or refers to a place outside itself.
+    The page shows each as an image: nothing in it runs, or refers to a place outside itself.
+
+    Raises:
+        DataError: one is no SVG.
     """
-
-    anchor: str
-    title: str
-    caption: str
-    svg: str
-    alt: str
-
-    @property
-    def width(self) -> int:
-        """Its natural width in CSS pixels; a DataError where it is no SVG."""
-        size = _SIZE.search(self.svg)
-        if size is None:
-            raise DataError("a figure is no SVG with a width", got=self.anchor)
-        return round(float(size[1]) * (4 / 3 if size[2] else 1))
+    shown = [
+        {"anchor": anchor, "title": title, "caption": caption, "svg": svg, "alt": alt}
+        | {"width": _natural_width(anchor, svg)}
+        for anchor, (title, caption, svg, alt) in pictures.items()
+    ]
+    return str(_parts().pictures(shown)) if shown else ""
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of a table: heading, cells as shown, and what they are.
+def _natural_width(anchor: str, svg: str) -> int:
+    """In CSS pixels."""
+    size = _SIZE.search(svg)
+    if size is None:
+        raise DataError("a figure is no SVG with a width", got=anchor)
+    return round(float(size[1]) * (4 / 3 if size[2] else 1))
 
-    Cells of kind "html" must be safe as they are; all others are escaped.
+
+Column = tuple[str, Literal["number", "words", "html"], Sequence[str]]
+"""Heading, what the cells are, and the cells as shown; those of kind "html" are safe as they are,
+all others are escaped."""
+
+
+def table_html(columns: Sequence[Column], label: str, *, note: str = "", left_out: int = 0) -> str:
+    """A table of equally long columns.
+
+    Args:
+        columns: in their order.
+        label: its name for those who hear the page.
+        note: what a reader must know before.
+        left_out: rows that are in a file alone.
     """
-
-    name: str
-    cells: Sequence[str]
-    kind: Literal["number", "words", "html"] = "number"
-
-
-@dataclass(frozen=True)
-class ShownTable:
-    """Equally long columns under a heading, or under the section's where ``title`` is "".
-
-    Rows that are ``left_out`` here are in a file.
-    """
-
-    anchor: str
-    title: str
-    columns: Sequence[Column]
-    note: str = ""
-    left_out: int = 0
-
-    @property
-    def rows(self) -> list[tuple[str, ...]]:
-        """Its cells, row by row."""
-        return list(zip(*(column.cells for column in self.columns), strict=True))
+    rows = list(zip(*(cells for _, _, cells in columns), strict=True))
+    return str(_parts().table(columns, rows, label, note, left_out))
 
 
 @dataclass(frozen=True)
@@ -248,9 +238,7 @@ class Section:
         failure: why there is nothing in it.
         verdict: the finding in one line.
         remarks: how to read what follows.
-        pictures: side by side where they fit.
-        html: anything else, safe as it is.
-        tables: below each other.
+        html: pictures, tables and anything else, safe as it is.
         notes: warnings.
         settings: what this section depends on and others do not.
     """
@@ -261,9 +249,7 @@ class Section:
     failure: str = ""
     verdict: str = ""
     remarks: Sequence[str] = ()
-    pictures: Sequence[Picture] = ()
     html: str = ""
-    tables: Sequence[ShownTable] = ()
     notes: Sequence[str] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
 
@@ -288,9 +274,6 @@ def render_page(
     names in view wherever one reads. ``tiles`` are the few numbers at the top: (number, what it
     is). At the end stand ``rows``, sentences about the rows used, and the ``command`` that made the
     page. Its script reads ``data``; with None there is no script.
-
-    Raises:
-        DataError: a picture is no SVG.
     """
     script = ""
     if data is not None:  # the one script; its digest in the page's policy lets no other run
@@ -318,6 +301,7 @@ def render_page(
     )
 
 
+@cache
 def environment() -> jinja2.Environment:
     """Environment of jinja2 that renders pages and their parts."""
     pages = jinja2.Environment(
@@ -329,6 +313,11 @@ def environment() -> jinja2.Environment:
     )
     pages.filters |= {"visible": visible, "number": number, "address": _address}
     return pages
+
+
+def _parts() -> Any:
+    """The macros for parts of a page."""
+    return environment().get_template("parts.html.j2").module
 
 
 def anchor_of(text: str) -> str:

@@ -324,8 +324,8 @@ def _about_stability(fisher: FisherDrift | None, summary: ValueSummary) -> list[
     if fisher is None:
         return ["No Fisher was given: stability is zero and the total is adaptation alone."]
     notes = []
-    ranges = {one.key: (one.minimum, one.maximum) for one in summary.components}
-    if ranges.get("stability") == (0.0, 0.0):
+    stability = summary.components.get("stability", {})
+    if (stability.get("minimum"), stability.get("maximum")) == (0.0, 0.0):
         notes.append(
             "The retention term is exactly zero: the model's weights are the Fisher's reference, "
             "as at the first step of training. Stability begins to count once they have moved."
@@ -345,8 +345,7 @@ def _certificate(scorer: Scorer, job: Job) -> Certificate | None:
     options = job.options
     if options.verify is None:
         return None
-    valued = (row.example for row in job.corpus.rows() if row.example is not None)
-    few = islice(valued, min(options.per_device_train_batch_size, 2))
+    few = islice(job.corpus.examples(), min(options.per_device_train_batch_size, 2))
     return scorer.verify(
         on_device(collate(list(few)), job.model),
         tokens=options.verify,

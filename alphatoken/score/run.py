@@ -166,8 +166,7 @@ def value_block(
         ModelError: out of memory.
     """
     block = job.block_rows(number)
-    rows = job.corpus.rows(block.start, block.stop)
-    examples = (row.example for row in rows if row.example is not None)
+    examples = job.corpus.examples(block.start, block.stop)
 
     def scored() -> Iterator[ScoredExample]:
         while batch := list(islice(examples, job.options.per_device_train_batch_size)):
@@ -199,7 +198,7 @@ def _score_batch(job: Job, scorer: Scorer, examples: Sequence[Example]) -> Itera
     scope = "batch" if options.keep_scope == "dataset" else options.keep_scope
     with float16_named(job.model):
         kept = select_top(values.total, values.mask, options.keep_ratio, scope=scope)
-    columns = {c.key: getattr(values, c.key) for c in COMPONENTS}
+    columns = {key: getattr(values, key) for key in COMPONENTS}
     columns |= _values_by_query(values, len(options.query))
     for index, example in enumerate(examples):
         length = len(example.input_ids)

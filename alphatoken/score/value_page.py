@@ -6,7 +6,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from operator import itemgetter
 from pathlib import Path
@@ -15,65 +15,55 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.score.page import Column, Section, ShownTable, environment, number, render_page
+from alphatoken.score.page import (
+    Column,
+    Section,
+    environment,
+    number,
+    render_page,
+    table_html,
+)
 from alphatoken.score.values import COMPONENTS, ScoredExample, visible
 from alphatoken.support.storage import write_text
 
-# A total, and where it is.
-_Token = tuple[float, ScoredExample, int]
+TokenRank = tuple[float, ScoredExample, int]
+"""The total of one of the highest or lowest tokens, its sequence, and its position there."""
 
 # Tokens shown on each side of an extreme token.
 _CONTEXT = 10
-
-
-@dataclass(frozen=True)
-class ComponentSummary:
-    """Distribution of one component over all response tokens; ``positive`` is a share."""
-
-    key: str
-    count: int
-    mean: float
-    minimum: float
-    maximum: float
-    positive: float
-
-
-@dataclass(frozen=True)
-class Extreme:
-    """One of the highest or lowest tokens by total value, with its surroundings."""
-
-    row: int
-    place: str
-    position: int
-    before: str
-    token: str
-    after: str
-    kept: bool
-    values: dict[str, float]
 
 
 @dataclass
 class ValueSummary:
     """Statistics of all examples together, for the report and the summary file.
 
-    ``derivatives``: each way in which label values were differentiated -> its largest error.
+    Attributes:
+        components: key -> ``count`` of the response tokens, ``mean``, ``minimum``, ``maximum``, and
+            ``positive``, the share above 0.
+        derivatives: each way in which label values were differentiated -> its largest error.
+        highest: the tokens of highest total, of equal ones the first.
+        lowest: those of lowest total.
+        sample: sequences for the heatmaps, in row order.
     """
 
     sequences: int = 0
     tokens: int = 0
     response_tokens: int = 0
     kept_tokens: int = 0
-    components: list[ComponentSummary] = field(default_factory=list)
+    components: dict[str, dict[str, float]] = field(default_factory=dict)
     derivatives: dict[str, float] = field(default_factory=dict)
-    highest: list[Extreme] = field(default_factory=list)
-    lowest: list[Extreme] = field(default_factory=list)
+    highest: list[TokenRank] = field(default_factory=list)
+    lowest: list[TokenRank] = field(default_factory=list)
     sample: list[ScoredExample] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that fits a summary file (no sample)."""
-        record = asdict(replace(self, sample=[]))
-        del record["sample"]
-        return record
+        return {
+            **{name: value for name, value in vars(self).items() if name != "sample"},
+            "components": [{"key": key, **numbers} for key, numbers in self.components.items()],
+            "highest": [_record(*token) for token in self.highest],
+            "lowest": [_record(*token) for token in self.lowest],
+        }
 
 
 def summarise(
@@ -87,7 +77,7 @@ def summarise(
     """One pass over all examples: distributions, extremes, and a uniform sample to show.
 
     Args:
-        examples: any number of scored sequences; only the sample is held whole.
+        examples: any number of scored sequences; held are the sample and those of extreme tokens.
         sample: how many sequences to keep for the heatmaps (uniform, seeded, in row order).
         extremes: how many of the highest and of the lowest tokens to keep.
         seed: of the sample.
@@ -96,8 +86,8 @@ def summarise(
     """
     summary, sums = ValueSummary(), dict[str, list[float]]()
     chosen, draw = dict[int, ScoredExample](), random.Random(seed)
-    high: list[_Token] = []
-    low: list[_Token] = []
+    high: list[TokenRank] = []
+    low: list[TokenRank] = []
     for index, example in enumerate(examples):
         summary.sequences += 1
         summary.tokens += len(example.ids)
@@ -118,20 +108,22 @@ def summarise(
         low += _ends(example, own["total"], extremes)
         low = heapq.nsmallest(extremes, low, key=itemgetter(0))
     n = summary.response_tokens
-    summary.components = [
-        ComponentSummary(c.key, n, total / n, low, high, positive / n)
-        for c in COMPONENTS
-        if c.key in sums
-        for total, low, high, positive in [sums[c.key]]
-    ]
-    summary.highest = [_extreme(worded(e, texts), place) for _, e, place in high]
-    summary.lowest = [_extreme(worded(e, texts), place) for _, e, place in low]
+    summary.components = {
+        key: {"count": n, "mean": total / n, "minimum": low, "maximum": high}
+        | {"positive": positive / n}
+        for key in COMPONENTS
+        if key in sums
+        for total, low, high, positive in [sums[key]]
+    }
+    summary.highest, summary.lowest = (
+        [(total, worded(example, texts), at) for total, example, at in side] for side in (high, low)
+    )
     picked = sorted(chosen.values(), key=lambda example: example.row)
     summary.sample = [worded(example, texts) for example in picked]
     return summary
 
 
-def _ends(example: ScoredExample, order: NDArray[np.float64], count: int) -> list[_Token]:
+def _ends(example: ScoredExample, order: NDArray[np.float64], count: int) -> list[TokenRank]:
     first = np.sort(np.argsort(order, kind="stable")[:count])
     places, total = np.flatnonzero(example.response)[first], example.values["total"]
     return [(float(total[place]), example, int(place)) for place in places]
@@ -158,18 +150,26 @@ def _add(sums: dict[str, list[float]], values: Mapping[str, NDArray[np.float64]]
             ]
 
 
-def _extreme(example: ScoredExample, position: int) -> Extreme:
-    tokens = example.tokens
-    return Extreme(
-        row=example.row,
-        place=example.place,
-        position=position,
-        before="".join(tokens[max(0, position - _CONTEXT) : position]),
-        token=tokens[position],
-        after="".join(tokens[position + 1 : position + 1 + _CONTEXT]),
-        kept=bool(example.kept[position]),
-        values={key: float(values[position]) for key, values in example.values.items()},
-    )
+def _record(_: float, example: ScoredExample, position: int) -> dict[str, Any]:
+    """An extreme token with its surroundings, as the summary file has it."""
+    before, token, after = _surroundings(example, position)
+    return {
+        "row": example.row,
+        "place": example.place,
+        "position": position,
+        "before": before,
+        "token": token,
+        "after": after,
+        "kept": bool(example.kept[position]),
+        "values": {key: float(values[position]) for key, values in example.values.items()},
+    }
+
+
+def _surroundings(example: ScoredExample, position: int) -> tuple[str, str, str]:
+    """Text before a token, its own, and after it."""
+    tokens, end = example.tokens, position + 1
+    before, after = tokens[max(0, position - _CONTEXT) : position], tokens[end : end + _CONTEXT]
+    return "".join(before), tokens[position], "".join(after)
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -252,19 +252,21 @@ def setting_tiles(settings: Mapping[str, object]) -> list[tuple[str, str]]:
 
 
 def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any]]:
-    said = {one.key: one for one in summary.components}
-    components = [component for component in COMPONENTS if component.key in said]
+    said = summary.components
     # A component that is zero everywhere is said to be so; drawing it would only take room.
     present = [
-        c for c in components if c.key == "total" or said[c.key].minimum or said[c.key].maximum
+        key for key in said if key == "total" or said[key]["minimum"] or said[key]["maximum"]
     ]
-    zero = [c.name for c in components if c not in present]
-    if not any(c.key == "stability" for c in present):  # then the total is the adaptation
-        present = [c for c in present if c.key != "adaptation"]
-    shown, left_out = shown_examples(summary.sample, [c.key for c in present])
+    zero = [COMPONENTS[key][0] for key in said if key not in present]
+    if "stability" not in present:  # then the total is the adaptation
+        present = [key for key in present if key != "adaptation"]
+    described = [
+        {"key": key, "name": COMPONENTS[key][0], "meaning": COMPONENTS[key][1]} for key in present
+    ]
+    shown, left_out = shown_examples(summary.sample, present)
     heatmaps = environment().get_template("heatmap.html.j2")
     html = heatmaps.render(
-        components=present,
+        components=described,
         shown=len(shown),
         sequences=summary.sequences,
         left_out=left_out,
@@ -276,7 +278,6 @@ def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any
         _extremes("Highest", summary.highest),
         _extremes("Lowest", summary.lowest),
     ]
-    described = [{"key": c.key, "name": c.name, "meaning": c.meaning} for c in present]
     return sections, {"components": described, "examples": shown}
 
 
@@ -284,33 +285,32 @@ def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any
 
 
 def _distributions(summary: ValueSummary) -> Section:
-    names = {component.key: component.name for component in COMPONENTS}
-    said = summary.components
-    columns = [
-        Column("Component", [names[one.key] for one in said], "words"),
-        Column("Mean", [number(one.mean, signed=True) for one in said]),
-        Column("Lowest", [number(one.minimum, signed=True) for one in said]),
-        Column("Highest", [number(one.maximum, signed=True) for one in said]),
-        Column("Positive", [f"{one.positive:.0%}" for one in said]),
+    said = summary.components.values()
+    columns: list[Column] = [
+        ("Component", "words", [COMPONENTS[key][0] for key in summary.components]),
+        ("Mean", "number", [number(one["mean"], signed=True) for one in said]),
+        ("Lowest", "number", [number(one["minimum"], signed=True) for one in said]),
+        ("Highest", "number", [number(one["maximum"], signed=True) for one in said]),
+        ("Positive", "number", [f"{one['positive']:.0%}" for one in said]),
     ]
-    table = ShownTable("distributions-table", "", columns)
-    return Section("distributions", "Distributions", tables=[table])
+    title = "Distributions"
+    return Section("distributions", title, html=table_html(columns, title))
 
 
-def _extremes(side: str, tokens: Sequence[Extreme]) -> Section:
-    columns = [
-        Column("Total", [number(one.values["total"], signed=True) for one in tokens]),
-        Column("In its context", [_in_context(one) for one in tokens], "html"),
-        Column("Where", [f"{one.place}, token {one.position}" for one in tokens], "words"),
-        Column("Kept", ["yes" if one.kept else "no" for one in tokens], "words"),
+def _extremes(side: str, tokens: Sequence[TokenRank]) -> Section:
+    columns: list[Column] = [
+        ("Total", "number", [number(total, signed=True) for total, _, _ in tokens]),
+        ("In its context", "html", [_in_context(*token) for token in tokens]),
+        ("Where", "words", [f"{example.place}, token {at}" for _, example, at in tokens]),
+        ("Kept", "words", ["yes" if example.kept[at] else "no" for _, example, at in tokens]),
     ]
-    table = ShownTable(f"{side.lower()}-table", "", columns)
-    return Section(side.lower(), f"{side} tokens", tables=[table])
+    title = f"{side} tokens"
+    return Section(side.lower(), title, html=table_html(columns, title))
 
 
-def _in_context(one: Extreme) -> str:
-    before, token, after = (escape(visible(text)) for text in (one.before, one.token, one.after))
-    side = "plus" if one.values["total"] >= 0 else "minus"
+def _in_context(total: float, example: ScoredExample, position: int) -> str:
+    before, token, after = (escape(visible(text)) for text in _surroundings(example, position))
+    side = "plus" if total >= 0 else "minus"
     return f'{before}<mark class="{side}">{token}</mark>{after}'
 
 

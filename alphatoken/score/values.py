@@ -28,48 +28,32 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.batch import IGNORE
 from alphatoken.support.storage import replacing
 
-
-@dataclass(frozen=True)
-class Component:
-    """One column of values: its key, its name on the page, and what it says in a sentence."""
-
-    key: str
-    name: str
-    meaning: str
-
-
-COMPONENTS: tuple[Component, ...] = (
-    Component("total", "Total", "adaptation plus lambda times stability: the value that ranks"),
-    Component(
-        "adaptation",
+COMPONENTS: dict[str, tuple[str, str]] = {
+    "total": ("Total", "adaptation plus lambda times stability: the value that ranks"),
+    "adaptation": (
         "Adaptation",
         "how much training on the token lowers the validation objective",
     ),
-    Component(
-        "stability",
+    "stability": (
         "Stability",
         "how much training on the token keeps the model near what it was (before lambda)",
     ),
-    Component(
-        "adaptation_direct", "Adaptation, direct", "adaptation through the token's own position"
-    ),
-    Component(
-        "adaptation_causal",
+    "adaptation_direct": ("Adaptation, direct", "adaptation through the token's own position"),
+    "adaptation_causal": (
         "Adaptation, causal",
         "adaptation through later positions that attend to it",
     ),
-    Component(
-        "stability_direct",
+    "stability_direct": (
         "Stability, direct",
         "stability through the token's own position (before lambda)",
     ),
-    Component(
-        "stability_causal",
+    "stability_causal": (
         "Stability, causal",
         "stability through later positions that attend to it (before lambda)",
     ),
-)
-"""All columns in the order of the page."""
+}
+"""Key of each column of values -> its name on the page, and what it says in a sentence; in the
+order of the page."""
 
 
 def query_key(number: int) -> str:
@@ -168,10 +152,7 @@ def _visible(character: str) -> str:
 
 
 # Key of a component -> column of a file.
-_COLUMNS: dict[str, str] = {
-    component.key: "value" if component.key == "total" else component.key
-    for component in COMPONENTS
-}
+_COLUMNS = {key: "value" if key == "total" else key for key in COMPONENTS}
 
 _KEYS = {column: key for key, column in _COLUMNS.items()}
 # Begins the names of columns of values against one query.

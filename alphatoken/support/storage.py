@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -62,6 +63,21 @@ def replacing(
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Give an empty folder beside ``folder``; on leaving, it takes its place.
+
+    After an exception or a kill, what was at ``folder`` is untouched, and the next try empties the
+    folder beside it.
+    """
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
 
 
 def write_json(

@@ -13,13 +13,13 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from alphatoken.errors import AlphaTokenError
 from alphatoken.support.storage import write_json
 from benchmarks.diagnoses.facts import collect
 from benchmarks.diagnoses.subjects import SUBJECTS
-from benchmarks.pages import load
+from benchmarks.pages import exit_status, load
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -31,22 +31,21 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--collect", action="store_true", help="the runs that are there")
     options = parser.parse_args(words)
-    try:
-        for key in options.subjects:
-            subject, folder = SUBJECTS[key], options.work / key
-            if not options.collect:
-                command = [sys.executable, "-m", "alphatoken.cli", *subject.words(folder)[1:]]
-                resume = ["--resume"] if options.resume and folder.exists() else []
-                subprocess.run([*command, *resume], check=True)
-            if (folder / "run.json").is_file():
-                figures = load(options.docs / "fidelity.json")
-                figures[key] = collect(subject, folder)
-                ordered = {name: figures[name] for name in SUBJECTS if name in figures}
-                write_json(options.docs / "fidelity.json", ordered)
-    except AlphaTokenError as problem:
-        print(problem, file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(partial(_run, options))
+
+
+def _run(options: argparse.Namespace) -> None:
+    for key in options.subjects:
+        subject, folder = SUBJECTS[key], options.work / key
+        if not options.collect:
+            command = [sys.executable, "-m", "alphatoken.cli", *subject.words(folder)[1:]]
+            resume = ["--resume"] if options.resume and folder.exists() else []
+            subprocess.run([*command, *resume], check=True)
+        if (folder / "run.json").is_file():
+            figures = load(options.docs / "fidelity.json")
+            figures[key] = collect(subject, folder)
+            ordered = {name: figures[name] for name in SUBJECTS if name in figures}
+            write_json(options.docs / "fidelity.json", ordered)
 
 
 if __name__ == "__main__":

@@ -19,31 +19,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
 from alphatoken_lab.runner.running import run_here
+from benchmarks.data import MODELS, Model
 from benchmarks.frontier.differences import differences, records_of
-from benchmarks.frontier.draws import MODELS, Model, draw_rows, formats_of
+from benchmarks.frontier.draws import draw_rows, formats_of
 from benchmarks.frontier.measure import measure, trained
 from benchmarks.frontier.page import draw, save
 from benchmarks.frontier.tables import Draws, collect
-from benchmarks.pages import load
+from benchmarks.pages import exit_status, load
 
 
 def run(work: Path, model: Model, draws: int, adam: int) -> None:
     """Measure what is not there yet: one draw of every format before the next, Adam's last."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    folder = model.folder()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-
-    @cache
-    def loaded() -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, loaded = model.tokenizer(), cache(model.load)
 
     @cache
     def after_adam() -> tuple[Any, Any]:
@@ -51,7 +43,7 @@ def run(work: Path, model: Model, draws: int, adam: int) -> None:
 
     def write(name: str, number: int, along_adam: bool, path: Path) -> None:
         own, optimizer = after_adam() if along_adam else (loaded(), None)
-        measure(own, draw_rows(name, number, tokenizer), optimizer).save(path)
+        measure(own, *draw_rows(name, number, tokenizer), optimizer).save(path)
         gc.collect()
 
     place, formats = work / model.key, formats_of(tokenizer)
@@ -68,16 +60,12 @@ def run(work: Path, model: Model, draws: int, adam: int) -> None:
 
 def measure_differences(out: Path, model: Model, draws: int) -> None:
     """Figures of label values by differences, beside those that are there."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = model.folder()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, loaded = model.tokenizer(), model.load()
     names = [(name, number) for number in range(draws) for name in formats_of(tokenizer)]
     tracker = Tracker(f"{model.name}, differences", len(names), True)
     shares = []
     for place, (name, number) in enumerate(names, 1):
-        shares.append(differences(loaded.eval(), draw_rows(name, number, tokenizer)))
+        shares.append(differences(loaded, *draw_rows(name, number, tokenizer)))
         tracker.report(place)
     labels = tuple(f"{name}-{number}" for name, number in names)
     measured = {"draws": list(labels), "records": records_of(Draws(labels, tuple(shares), loaded))}
@@ -125,18 +113,17 @@ def main(words: Sequence[str] | None = None) -> int:
         help="measure label values by differences, beside the figures that are there (minutes)",
     )
     options = parser.parse_args(words)
-    try:
-        for key in options.models:
-            if options.differences:
-                measure_differences(options.out, MODELS[key], options.draws)
-                continue
-            if not options.page:
-                run(options.work, MODELS[key], options.draws, options.adam)
-            publish(options.work, options.out, MODELS[key])
-    except AlphaTokenError as problem:
-        print(problem, file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(partial(_run, options))
+
+
+def _run(options: argparse.Namespace) -> None:
+    for key in options.models:
+        if options.differences:
+            measure_differences(options.out, MODELS[key], options.draws)
+            continue
+        if not options.page:
+            run(options.work, MODELS[key], options.draws, options.adam)
+        publish(options.work, options.out, MODELS[key])
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ ones. Copying and moving the weights is no product, and is seen in ``benchmarks.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from alphatoken.config import FORMS
+from alphatoken.data import Example
 from alphatoken.diagnose.subject import Subject, places_of
 from alphatoken.diagnose.valuing import full_gradient
 from alphatoken.estimate.differences import Differences
@@ -23,9 +25,9 @@ from alphatoken.model.batch import read_batch
 from alphatoken.model.forward import evaluation_mode, response_losses
 from alphatoken.model.protocol import find_adapter
 from benchmarks.floors import Shape
-from benchmarks.frontier.draws import VALUED, Draw
+from benchmarks.frontier.draws import VALUED
 from benchmarks.frontier.measure import Shares
-from benchmarks.frontier.settings import Scope, Setting
+from benchmarks.frontier.settings import all_parameters
 from benchmarks.frontier.tables import Draws, measured
 
 LENGTHS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1, 1.0)
@@ -34,14 +36,14 @@ LENGTHS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1, 1.0)
 _FORWARDS = {"central": 2, "one_sided": 1}
 
 
-def differences(model: Any, draw: Draw) -> Shares:
-    """One draw's values: ``total`` in float64, each form at the library's own h and at ``LENGTHS``.
+def differences(model: Any, valued: Sequence[Example], validation: Sequence[Example]) -> Shares:
+    """Values of one draw: ``total`` in float64, each form at the library's own h and ``LENGTHS``.
 
     Facts hold the stated error of each form beside the sizes of the batches.
     """
-    subject = Subject(model, draw.valued, draw.validation, batch_size=VALUED)
+    subject = Subject(model, valued, validation, batch_size=VALUED)
     adapter, along = subject.adapter, full_gradient(subject)
-    batches = [read_batch(batch) for batch in subject.batches(draw.valued)]
+    batches = [read_batch(batch) for batch in subject.batches(valued)]
     double = find_adapter(copy.deepcopy(model).double())
     exact = {name: m.double() for name, m in along.items()}
     columns = {"total": [label_values(double, batch, exact)[batch.mask] for batch in batches]}
@@ -66,7 +68,7 @@ def differences(model: Any, draw: Draw) -> Shares:
                 columns[f"central {length:g}"].append((losses[h] - losses[-h]) / (2 * h))
                 columns[f"one_sided {length:g}"].append((losses[0.0] - losses[-h]) / h)
     values = {name: torch.cat(parts).double().numpy() for name, parts in columns.items()}
-    values["row"] = places_of(draw.valued)[:, 0].astype(np.float64)
+    values["row"] = places_of(valued)[:, 0].astype(np.float64)
     sizes = [[*batch.labels.shape, int(batch.mask.sum())] for batch in batches]
     return Shares(values, facts | {"batches": sizes})
 
@@ -76,18 +78,17 @@ def records_of(draws: Draws) -> list[dict[str, Any]]:
 
     Errors are relative, in norm over a draw's tokens, of the draw in which they are largest.
     """
-    every = tuple(range(draws.depth))
-    whole = Scope("label", every, every, embedding=True, final=True, head=True)
     truths = [shares.columns["total"] for shares in draws.shares]
     records = []
     for form in FORMS:
         price = _FORWARDS[form] * _forward(draws)
         name = f"label, all parameters, {form.replace('_', '-')}"
         name += " beside a step" if form == "one_sided" else ""
+        setting = all_parameters(name, "label, differences", draws.depth)
         for length in (None, *LENGTHS):
             column = form if length is None else f"{form} {length:g}"
             values = [shares.columns[column] for shares in draws.shares]
-            record = measured(draws, Setting(name, "label, differences", whole), values, price)
+            record = measured(draws, setting, values, price)
             stated = max(s.facts[form] for s in draws.shares) if length is None else None
             error = max(
                 float(np.linalg.norm(v - t) / np.linalg.norm(t))

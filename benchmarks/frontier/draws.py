@@ -1,10 +1,8 @@
-"""Models, and draws of real rows in several formats: what is valued, and against what."""
+"""Draws of real rows in several formats: what is valued, and against what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,6 @@ from alphatoken.data import Example, read_rows
 from alphatoken.data.encode import EncodeOptions, encode_rows
 from alphatoken.data.rows import Fields, Row
 from alphatoken.data.stdlib import code_rows
-from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
 from alphatoken.errors import DataError
 from benchmarks.data import data_folder
 
@@ -24,51 +21,11 @@ _LEAST = 24  # response tokens of a row that is drawn
 _POOL = 600  # rows of a file that draws are taken from, where it has as many
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model of the comparison.
-
-    Attributes:
-        key: names its files.
-        name: as pages have it.
-        place: its folder, from that of the models or of the data.
-        shared: whether it lies with the data.
-    """
-
-    key: str
-    name: str
-    place: str
-    shared: bool = False
-
-    def folder(self) -> Path:
-        """Where it is.
-
-        Raises:
-            DataError: it is not there.
-        """
-        folder = (data_folder() if self.shared else models_folder()) / self.place
-        if not (folder / "config.json").is_file():
-            raise DataError(
-                f"{self.name} is not there",
-                got=str(folder),
-                why="the frontier is measured on real models",
-                remedy="`make models` fetches them into $ALPHATOKEN_MODELS (the small decoder lies "
-                "in $ALPHATOKEN_DATA); --models chooses among those that are there",
-            )
-        return folder
-
-
-MODELS = {
-    model.key: model
-    for model in (
-        Model("smollm2", "SmolLM2-135M-Instruct", SMOLLM2.name),
-        Model("gemma3", "Gemma 3 270M", GEMMA3.name),
-        Model("small", "decoder of 260,032 parameters", "stories260K/transformers", shared=True),
-    )
-}
-
-
 # --- formats -------------------------------------------------------------------------------------
+
+
+def _options(length: int, *, template: bool = False) -> EncodeOptions:
+    return EncodeOptions(max_length=length, on_empty="skip", chat_template=template)
 
 
 def _file(
@@ -80,54 +37,33 @@ def _file(
     return read
 
 
-@dataclass(frozen=True)
-class Format:
-    """A kind of rows, and how they become tokens."""
-
-    title: str
-    rows: Callable[[], list[Row]]
-    template: bool = False
-    length: int = 80
-
-
-FORMATS = {
-    "gsm8k-chat": Format(
-        "grade-school mathematics, chat template", _file("gsm8k/train.jsonl"), True, 128
-    ),
-    "gsm8k": Format("grade-school mathematics, plain", _file("gsm8k/train.jsonl"), length=112),
-    "stories": Format("stories", _file("tinystories/stories.jsonl", response="text")),
-    "mbpp": Format(
-        "short programs", _file("mbpp/train.jsonl", prompt="text", response="code"), length=96
-    ),
-    "library": Format("functions of the standard library", lambda: code_rows(400), length=96),
+FORMATS: dict[str, tuple[Callable[[], list[Row]], EncodeOptions]] = {
+    "gsm8k-chat": (_file("gsm8k/train.jsonl"), _options(128, template=True)),
+    "gsm8k": (_file("gsm8k/train.jsonl"), _options(112)),
+    "stories": (_file("tinystories/stories.jsonl", response="text"), _options(80)),
+    "mbpp": (_file("mbpp/train.jsonl", prompt="text", response="code"), _options(96)),
+    "library": (lambda: code_rows(400), _options(96)),  # functions of the standard library
 }
+"""Kinds of rows, and how they become tokens."""
 
 
 def formats_of(tokenizer: Any) -> list[str]:
     """The formats that a tokenizer can write."""
     chat = getattr(tokenizer, "chat_template", None) is not None
-    return [name for name, one in FORMATS.items() if chat or not one.template]
+    return [name for name, (_, how) in FORMATS.items() if chat or not how.chat_template]
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Rows to value, by length, and rows to value them against."""
-
-    valued: Sequence[Example]
-    validation: Sequence[Example]
-
-
-def draw_rows(name: str, number: int, tokenizer: Any) -> Draw:
+def draw_rows(name: str, number: int, tokenizer: Any) -> tuple[list[Example], list[Example]]:
     """The draw of this number: no two draws of a format share a row.
+
+    Returns:
+        Rows to value, and rows to value them against.
 
     Raises:
         DataError: the data do not hold so many rows.
     """
-    chosen = FORMATS[name]
-    options = EncodeOptions(
-        max_length=chosen.length, on_empty="skip", chat_template=chosen.template
-    )
-    examples, _ = encode_rows(chosen.rows(), tokenizer, options)
+    rows_of, how = FORMATS[name]
+    examples, _ = encode_rows(rows_of(), tokenizer, how)
     usable = [example for example in examples if example.response_tokens >= _LEAST]
     order = np.random.default_rng(0).permutation(len(usable))
     rows = VALUED + VALIDATION
@@ -140,4 +76,4 @@ def draw_rows(name: str, number: int, tokenizer: Any) -> Draw:
             remedy=f"at most --draws {len(usable) // rows}",
         )
     drawn = [usable[place] for place in places]
-    return Draw(drawn[:VALUED], drawn[VALUED:])
+    return drawn[:VALUED], drawn[VALUED:]

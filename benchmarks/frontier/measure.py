@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from alphatoken.data import Example
 from alphatoken.diagnose.subject import Subject, places_of
 from alphatoken.diagnose.valuing import Setting, full_gradient, read
 from alphatoken.direction.objective import objective_gradient
@@ -22,7 +23,7 @@ from alphatoken.errors import NumericalError
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.support.storage import replacing
-from benchmarks.frontier.draws import VALUED, Draw, draw_rows, formats_of
+from benchmarks.frontier.draws import VALUED, draw_rows, formats_of
 from benchmarks.frontier.parts import part_names, part_values
 
 CAPTURED = ("alphatoken", "direct", "path")
@@ -59,29 +60,35 @@ class Shares:
             return cls(columns, json.loads(str(file["facts"])))
 
 
-def measure(model: Any, draw: Draw, optimizer: torch.optim.Optimizer | None) -> Shares:
+def measure(
+    model: Any,
+    valued: Sequence[Example],
+    validation: Sequence[Example],
+    optimizer: torch.optim.Optimizer | None,
+) -> Shares:
     """The shares of one draw, along G or along G as the optimizer's next step has it.
 
     Args:
         model: in float32.
-        draw: rows.
+        valued: rows of the draw.
+        validation: rows to value them against.
         optimizer: None for gradient descent; else what P is read from, exactly (the derivative of
             its step at the valued rows' own gradient).
 
     Raises:
         NumericalError: the parts do not sum to the label value over all parameters.
     """
-    subject = Subject(model, draw.valued, draw.validation, batch_size=VALUED)
+    subject = Subject(model, valued, validation, batch_size=VALUED)
     plain = full_gradient(subject)
     depth = len(subject.adapter.layers())
-    batches = [read_batch(batch) for batch in subject.batches(draw.valued)]
-    along = plain if optimizer is None else _scaled(subject, optimizer, plain, draw)
+    batches = [read_batch(batch) for batch in subject.batches(valued)]
+    along = plain if optimizer is None else _scaled(subject, optimizer, plain)
     settings = {
         f"{name}/layer {i}": Setting(name, (i,), 32) for name in CAPTURED for i in range(depth)
     }
-    values = read(subject, draw.valued, along, list(settings.values()))
+    values = read(subject, valued, along, list(settings.values()))
     columns = {name: values[setting] for name, setting in settings.items()}
-    columns["row"] = places_of(draw.valued)[:, 0].astype(np.float64)
+    columns["row"] = places_of(valued)[:, 0].astype(np.float64)
     columns["total"] = _label(subject, batches, along)
     if optimizer is not None:
         named = {n: p for n, p in model.named_parameters() if n in plain}
@@ -91,7 +98,7 @@ def measure(model: Any, draw: Draw, optimizer: torch.optim.Optimizer | None) -> 
         columns["frozen"] = _label(subject, batches, scaled)
         columns["plain"] = _label(subject, batches, plain)
         last = [Setting("alphatoken", (i,), 32) for i in range(depth)[-3:]]
-        paper = read(subject, draw.valued, plain, last)
+        paper = read(subject, valued, plain, last)
         columns["plain alphatoken K=3"] = np.sum([paper[s] for s in last], axis=0)
     parts = torch.cat([part_values(subject.adapter, batch, along) for batch in batches])
     columns |= zip(
@@ -143,7 +150,7 @@ def trained(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     for step in range(STEPS):
         name = formats[step % len(formats)]
         # Draws that are not measured: there are at most three of them.
-        rows = draw_rows(name, 5 - step // len(formats) % 3, tokenizer).valued
+        rows = draw_rows(name, 5 - step // len(formats) % 3, tokenizer)[0]
         (batch,) = Subject(model, rows, rows, batch_size=VALUED).batches(rows)
         optimizer.zero_grad()
         model(**batch).loss.backward()
@@ -153,11 +160,11 @@ def trained(model: Any, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def _scaled(
-    subject: Subject, optimizer: torch.optim.Optimizer, plain: Mapping[str, Tensor], draw: Draw
+    subject: Subject, optimizer: torch.optim.Optimizer, plain: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """``P o G`` with the derivative of the step that the valued rows would make."""
     named = {n: p for n, p in subject.model.named_parameters() if n in plain}
-    batches = subject.batches(draw.valued)
+    batches = subject.batches(subject.train)
     own = objective_gradient(subject.adapter, named, batches, first=None)
     p = full_preconditioners(optimizer, named, own)
     assert p is not None

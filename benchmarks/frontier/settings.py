@@ -38,14 +38,28 @@ class Setting:
     Attributes:
         name: as tables have it.
         family: settings of one family are joined in the picture.
-        scope: what it computes.
+        estimator: "label" or a captured one.
+        layers: whose linears are in scope.
+        norms: layers whose norms are.
+        embedding: whether its part is.
+        final: whether the final norm's part is, in closed form.
+        head: whether its part is, in closed form.
         kind: the linears of attention or of the MLP over all layers, in place of layers.
     """
 
     name: str
     family: str
-    scope: Scope
+    estimator: str
+    layers: tuple[int, ...] = ()
+    norms: tuple[int, ...] = ()
+    embedding: bool = False
+    final: bool = False
+    head: bool = False
     kind: str = ""
+
+    def lowest(self, depth: int) -> int:
+        """The first layer that a tangent or an error passes."""
+        return 0 if self.embedding else min((*self.layers, *self.norms), default=depth)
 
     @property
     def usable(self) -> bool:
@@ -54,24 +68,24 @@ class Setting:
         They name parameters, each with all its uses: the models here have one matrix for embedding
         and head.
         """
-        return self.scope.embedding == self.scope.head
+        return self.embedding == self.head
 
     def options(self, depth: int) -> str:
         """Layers and parameters as the scorer's options name them; empty where they cannot."""
-        scope, every = self.scope, tuple(range(depth))
-        if not self.usable or (scope.norms and scope.norms != every):
+        every = tuple(range(depth))
+        if not self.usable or (self.norms and self.norms != every):
             return ""
-        count = len(scope.layers)
-        layers = ",".join(map(str, scope.layers)) + ("," if count == 1 else "")
-        layers = "all" if scope.layers == every else layers
-        if count and scope.layers == every[depth - count :] and count < depth:
+        count = len(self.layers)
+        layers = ",".join(map(str, self.layers)) + ("," if count == 1 else "")
+        layers = "all" if self.layers == every else layers
+        if count and self.layers == every[depth - count :] and count < depth:
             layers = str(count)
         norms = {(True, True): ["*norm*"], (True, False): ["*layers.*norm*"]}
         norms |= {(False, True): ["*model.norm.*"], (False, False): []}
         parts = [{"": "linears", "attention": "*attn.*proj*", "MLP": "*mlp.*proj*"}[self.kind]]
         parts = parts if count else []
-        parts += norms[bool(scope.norms), scope.final]
-        parts += ["*embed_tokens*"] if scope.head else []
+        parts += norms[bool(self.norms), self.final]
+        parts += ["*embed_tokens*"] if self.head else []
         if count == depth and parts == ["linears", "*norm*", "*embed_tokens*"]:
             return "parameters=all"
         named = [] if parts == ["linears"] else [f"parameters={','.join(parts)}"]
@@ -79,19 +93,19 @@ class Setting:
 
     def values(self, shares: Shares) -> Numbers:
         """A number a token."""
-        columns, estimator = shares.columns, self.scope.estimator
+        columns, estimator = shares.columns, self.estimator
         if self.kind:
             return columns[f"label/{self.kind}"]
         values = np.zeros_like(columns["total"])
-        for layer in self.scope.layers:
+        for layer in self.layers:
             values += columns[f"{estimator}/layer {layer}"]
         for group in norm_groups(depth_of(shares)):
-            if group.start in self.scope.norms:
+            if group.start in self.norms:
                 values += columns[f"label/norms {group.start}-{group.stop - 1}"]
         for name, chosen in (
-            ("embedding", self.scope.embedding),
-            ("final norm", self.scope.final),
-            ("head", self.scope.head),
+            ("embedding", self.embedding),
+            ("final norm", self.final),
+            ("head", self.head),
         ):
             if chosen:
                 values += columns[f"label/{name}"]
@@ -99,7 +113,7 @@ class Setting:
 
     def with_layers(self, layers: Sequence[int]) -> Setting:
         """The same of other layers."""
-        return replace(self, scope=replace(self.scope, layers=tuple(sorted(layers))))
+        return replace(self, layers=tuple(sorted(layers)))
 
 
 def spread(count: int, depth: int) -> tuple[int, ...]:
@@ -118,20 +132,15 @@ def plain(depth: int) -> Iterator[Setting]:
     for estimator in ("label", *CAPTURED):
         for count in _counts(depth):
             last, first = every[depth - count :], every[:count]
-            yield Setting(
-                f"{estimator}, last {count}", f"{estimator}, last", Scope(estimator, last)
-            )
-            yield Setting(
-                f"{estimator}, first {count}", f"{estimator}, first", Scope(estimator, first)
-            )
+            places = {"last": last, "first": first}
             if count > 1:
-                layers = spread(count, depth)
-                yield Setting(
-                    f"{estimator}, spread {count}", f"{estimator}, spread", Scope(estimator, layers)
-                )
-        yield Setting(f"{estimator}, all linears", f"{estimator}, all", Scope(estimator, every))
-    whole = Scope("label", every, every, embedding=True, final=True, head=True)
-    yield Setting("label, all parameters", "label, all", whole)
+                places["spread"] = spread(count, depth)
+            for place, layers in places.items():
+                name = f"{estimator}, {place}"
+                yield Setting(f"{name} {count}", name, estimator, layers)
+        yield Setting(f"{estimator}, all linears", f"{estimator}, all", estimator, every)
+    whole = all_parameters("label, all parameters", "label, all", depth)
+    yield whole
     for lacking, changes in (
         ("the embedding", {"embedding": False}),
         ("the head", {"head": False}),
@@ -141,21 +150,26 @@ def plain(depth: int) -> Iterator[Setting]:
         ("the linears", {"layers": ()}),
     ):
         name = f"label, all parameters but {lacking}"
-        yield Setting(name, "lacking", replace(whole, **changes))
-    for name, scope in (
-        ("embedding alone", Scope("label", embedding=True)),
-        ("head alone", Scope("label", head=True)),
-        ("embedding and head alone", Scope("label", embedding=True, head=True)),
-        ("final norm alone", Scope("label", final=True)),
-        ("final norm and head alone", Scope("label", final=True, head=True)),
-        ("layers' norms alone", Scope("label", norms=every)),
-        ("all norms alone", Scope("label", norms=every, final=True)),
-        ("all norms and head alone", Scope("label", norms=every, final=True, head=True)),
+        yield replace(whole, name=name, family="lacking", **changes)
+    for name, parts in (
+        ("embedding alone", {"embedding": True}),
+        ("head alone", {"head": True}),
+        ("embedding and head alone", {"embedding": True, "head": True}),
+        ("final norm alone", {"final": True}),
+        ("final norm and head alone", {"final": True, "head": True}),
+        ("layers' norms alone", {"norms": every}),
+        ("all norms alone", {"norms": every, "final": True}),
+        ("all norms and head alone", {"norms": every, "final": True, "head": True}),
+        ("attention alone, all layers", {"layers": every, "kind": "attention"}),
+        ("MLP alone, all layers", {"layers": every, "kind": "MLP"}),
     ):
-        yield Setting(name, "kinds", scope)
-    for kind in ("attention", "MLP"):
-        scope = Scope("label", every)
-        yield Setting(f"{kind} alone, all layers", "kinds", scope, kind=kind)
+        yield Setting(name, "kinds", "label", **parts)
+
+
+def all_parameters(name: str, family: str, depth: int) -> Setting:
+    """Label values over everything."""
+    every = tuple(range(depth))
+    return Setting(name, family, "label", every, every, embedding=True, final=True, head=True)
 
 
 def depth_of(shares: Shares) -> int:
@@ -166,42 +180,17 @@ def depth_of(shares: Shares) -> int:
 _BACKWARD = {"label": 2.0, "path": 2.5, "direct": 3.1, "alphatoken": 4.0}
 
 
-@dataclass(frozen=True)
-class Scope:
-    """What a setting computes.
-
-    Attributes:
-        estimator: "label" or a captured one.
-        layers: whose linears are in scope.
-        norms: layers whose norms are.
-        embedding: whether its part is.
-        final: whether the final norm's part is, in closed form.
-        head: whether its part is, in closed form.
-    """
-
-    estimator: str
-    layers: tuple[int, ...] = ()
-    norms: tuple[int, ...] = ()
-    embedding: bool = False
-    final: bool = False
-    head: bool = False
-
-    def lowest(self, depth: int) -> int:
-        """The first layer that a tangent or an error passes."""
-        return 0 if self.embedding else min((*self.layers, *self.norms), default=depth)
-
-
-def flops_of(shape: Shape, scope: Scope) -> float:
+def flops_of(shape: Shape, setting: Setting) -> float:
     """FLOPs of a forward and the values, of a batch whose head is formed at the R positions."""
     depth, linears = shape.depth, shape.contraction(1)
-    above = depth - scope.lowest(depth)
-    spent = float(shape.forward + shape.contraction(len(scope.layers)))  # M x
+    above = depth - setting.lowest(depth)
+    spent = float(shape.forward + shape.contraction(len(setting.layers)))  # M x
     if above:
-        attention = _BACKWARD[scope.estimator] * shape.attention
+        attention = _BACKWARD[setting.estimator] * shape.attention
         spent += above * (linears + attention) + shape.head
         # Below the lowest layer nothing moves, and no error is asked for.
-        if not (scope.embedding or scope.lowest(depth) in scope.norms):
+        if not (setting.embedding or setting.lowest(depth) in setting.norms):
             spent -= 2 * shape.tokens * sum(i * o for i, o in shape.qkv)
-    elif scope.final:
+    elif setting.final:
         spent += shape.head  # the error at the head's input, which the others have at hand
-    return spent + (shape.head if scope.head else 0)
+    return spent + (shape.head if setting.head else 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import numpy as np
 
 from alphatoken.diagnose.statistics import Estimate, bootstrap, spearman, top_overlap
 from alphatoken.support.progress import Tracker
+from benchmarks.data import Model
 from benchmarks.floors import Shape
-from benchmarks.frontier.draws import Model
 from benchmarks.frontier.measure import Numbers, Shares
 from benchmarks.frontier.parts import norm_groups
-from benchmarks.frontier.settings import Scope, Setting, flops_of, plain
+from benchmarks.frontier.settings import Setting, all_parameters, flops_of, plain
 
 MEASURES: dict[str, Callable[..., float]] = {"spearman": spearman, "overlap": top_overlap}
 _RESAMPLES = 100
@@ -63,7 +63,7 @@ class Draws:
         for shares in self.shares:
             for rows, length, tokens in shares.facts["batches"]:
                 batch = Shape.of(self.model, rows, length).with_responses(tokens)
-                spent += flops_of(batch, setting.scope)
+                spent += flops_of(batch, setting)
                 steps += batch.step
         return spent / steps
 
@@ -122,8 +122,8 @@ def measured(
     return {
         "name": setting.name,
         "family": setting.family,
-        "layers": list(setting.scope.layers),
-        "lowest": min(setting.scope.norms, default=None),
+        "layers": list(setting.layers),
+        "lowest": min(setting.norms, default=None),
         "usable": setting.usable,
         "options": setting.options(draws.depth),
         "price": round(draws.price(setting) if price is None else price, 4),
@@ -179,12 +179,14 @@ def _best(draws: Draws, shares: Sequence[Shares], budget: float, depth: int) -> 
         # All norms from there up and the parts in closed form: carrying a tangent past them costs
         # the same. Then the layer that raises the score most, one after the other.
         upper = tuple(range(lowest, depth))
-        scope = Scope("label", (), upper, embedding=lowest == 0, final=True, head=True)
-        setting = Setting(f"label, chosen for {budget:.2f}", "label, chosen", scope)
+        setting = Setting(
+            f"label, chosen for {budget:.2f}", "label, chosen", "label", (), upper,
+            embedding=lowest == 0, final=True, head=True,
+        )  # fmt: skip
         if draws.price(setting) > budget:
             return None
         while True:
-            layers = setting.scope.layers
+            layers = setting.layers
             wider = [setting.with_layers((*layers, i)) for i in upper if i not in layers]
             best = max((w for w in wider if draws.price(w) <= budget), key=score, default=None)
             if best is None or score(best) <= score(setting):
@@ -211,14 +213,14 @@ def collect(model: Model, folder: Path, sizes: Any) -> dict[str, Any] | None:
     if not draws.names:
         return None
     depth = int(sizes.config.num_hidden_layers)
-    every = tuple(range(depth))
     adam = Draws.load(folder, sizes, adam=True)
-    last = Scope("alphatoken", every[-3:])
-    whole = Scope("label", every, every, embedding=True, final=True, head=True)
+    family = "without the exact P"
+    last = Setting("", family, "alphatoken", tuple(range(depth))[-3:])
+    whole = all_parameters("", family, depth)
     others = [
         measured(
             adam,
-            Setting(name, "without the exact P", last if column.endswith("K=3") else whole),
+            replace(last if column.endswith("K=3") else whole, name=name),
             [shares.columns[column] for shares in adam.shares],
         )
         for column, name in (_OF_ADAM.items() if adam.names else ())

@@ -33,10 +33,10 @@ def beside(exhibit: Exhibit, ours: Table) -> str:
     heads = [exhibit.first, *(f"ours: {_head(column)}" for column in ours.columns)]
     heads += [f"paper: {title}" for title in theirs]
     rows = []
-    for title, lines in ours.groups:
+    for group in ours.groups:
         if len(ours.groups) > 1:
-            rows.append([f"**{title}**", *("" for _ in heads[1:])])
-        for row in lines:
+            rows.append([f"**{group.title}**", *("" for _ in heads[1:])])
+        for row in group.rows:
             own = (format_values(row.values(column.key), column) for column in ours.columns)
             rows.append([_name(row), *own, *(of.get(row.name, "–") for of in theirs.values())])
     return table(heads, rows)
@@ -62,9 +62,9 @@ def _theirs(exhibit: Exhibit) -> dict[str, Mapping[str, str]]:
                 continue
             place = f"{group.title}, " if same and len(exhibit.groups) > 1 else ""
             head = f"{place}{_head(column)}"
-            for line in group.lines:
-                if line.printed:
-                    printed.setdefault(head, {})[line.name] = line.printed[i].split(" ±")[0]
+            for row in group.rows:
+                if row.printed:
+                    printed.setdefault(head, {})[row.name] = row.printed[i].split(" ±")[0]
     return dict(printed)
 
 

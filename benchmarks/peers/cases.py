@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.diagnose.statistics import spearman
 from alphatoken.model.batch import label_mask
+from benchmarks.data import MODELS
 from benchmarks.measure import Run, alternate, timed
-from benchmarks.pages import number, table
+from benchmarks.pages import measured, number, table
 from benchmarks.peak import fresh_mib, peak_mib
 from benchmarks.peers import autograd, bergson_peer, kronfluence_peer
 from benchmarks.peers.agreement import (
@@ -61,8 +61,6 @@ ALL = (*autograd.PEERS, *kronfluence_peer.PEERS, *bergson_peer.PEERS)
 """All peers, in the order of the rows."""
 
 BY_NAME = {peer.name: peer for peer in ALL}
-
-_RESULTS = Path(__file__).resolve().parents[1] / "results.json"
 
 SLOW = 2.0
 """Seconds from which on a peer is timed 3 times instead of 7."""
@@ -186,9 +184,8 @@ def _correlated(
 
 def real(folder: Path, kind: str) -> Work:
     """The 260 K decoder on rows of one kind of text; two validation batches."""
-    place = folder / "stories260K/transformers"
-    model = AutoModelForCausalLM.from_pretrained(place).eval()
-    tokenizer = AutoTokenizer.from_pretrained(place)
+    small = MODELS["small"]
+    model, tokenizer = small.load(), small.tokenizer()
     texts = rows_of(folder, kind)
     held_out = batch_of(tokenizer, texts[120:], 16)
     halves = [{key: part[i : i + 8] for key, part in held_out.items()} for i in (0, 8)]
@@ -269,21 +266,20 @@ def main() -> None:
 
 def tables() -> str:
     """A line a peer: agreement, time and memory of ours over its own, and how it ranks tokens."""
-    rows = json.loads(_RESULTS.read_text(encoding="utf-8"))
-    lines = []
+    rows, lines = measured(), []
     for peer in ALL:
-        measured = {
+        own = {
             kind: [row for row in rows if row["name"] == f"peer_{kind}/{peer.name}"]
             for kind in ("time", "memory", "correlation")
         }
-        time = _only(measured["time"])
+        time = _only(own["time"])
         lines.append(
             (
                 f"`{peer.name}`",
                 f"{time['agreement']:.0e}" if time else "–",
                 number(time["ratio"] if time else None),
-                number((_only(measured["memory"]) or {}).get("ratio")),
-                *(number(row["other"]) for row in measured["correlation"]),
+                number((_only(own["memory"]) or {}).get("ratio")),
+                *(number(row["other"]) for row in own["correlation"]),
             )
         )
     head = ("peer", "differs from ours by", "time: ours / peer", "memory: ours / peer")

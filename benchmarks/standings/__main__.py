@@ -13,17 +13,14 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
-from alphatoken.errors import AlphaTokenError
 from alphatoken.support.progress import Tracker
 from alphatoken.support.storage import replacing, write_json
 from alphatoken_lab.runner.running import run_here
-from benchmarks.frontier.draws import MODELS
-from benchmarks.pages import DOCS, load
+from benchmarks.data import MODELS
+from benchmarks.pages import DOCS, exit_status, load
 from benchmarks.standings.facts import facts, places, shared_words, taught, with_question
 from benchmarks.standings.page import DROPS, ENDS, drop, subset, summary, write_report
 from benchmarks.standings.runs import TASKS, Numbers, Scale, Setting, setting_of
@@ -122,21 +119,22 @@ class Cells:
 
 def measure(options: argparse.Namespace, key: str, task: str) -> None:
     """All cells of a model and a task."""
-    setting = setting_of(task, *_loaded(key), SCALES[key])
+    model = MODELS[key]
+    setting = setting_of(task, model.load(), model.tokenizer(), SCALES[key])
     cells = Cells(options.work / key / task, setting, SCALES[key])
     every = cells.all_cells()
-    run_here(every, Tracker(f"{MODELS[key].name}, {task}", len(every), True))
+    run_here(every, Tracker(f"{model.name}, {task}", len(every), True))
     write_json(cells.folder / "summary.json", summary(cells))
 
 
 def question(options: argparse.Namespace, key: str) -> None:
     """Which rows each value brings up for questions about planted facts."""
-    model, tokenizer = _loaded(key)
+    tokenizer = MODELS[key].tokenizer()
     path, people = options.work / key / "facts.json", facts()
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = random.Random("questions").sample(range(len(people)), QUESTIONS[key])
     answers = load(path)
-    own = taught(model, tokenizer, people, *EXAMS[key])
+    own = taught(MODELS[key].load(), tokenizer, people, *EXAMS[key])
     names = [name for name in VALUES if name not in OF_THE_RUN]
     tracker = Tracker(f"{MODELS[key].name}, facts", len(numbers), True)
     for place, number in enumerate(numbers, 1):
@@ -148,15 +146,6 @@ def question(options: argparse.Namespace, key: str) -> None:
         tracker.report(place)
 
 
-def _loaded(key: str) -> tuple[Any, Any]:
-    """A model in float32, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = MODELS[key].folder()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(folder)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Measure what is not there yet."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.standings", description=__doc__)
@@ -166,18 +155,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("build/standings"))
     parser.add_argument("--docs", type=Path, default=DOCS, help="where figures and picture go")
     options = parser.parse_args(words)
-    try:
-        for key in options.models:
-            for task in options.tasks:
-                if task == "facts":
-                    question(options, key)
-                else:
-                    measure(options, key, task)
-                write_report(options.work, options.docs)
-    except AlphaTokenError as problem:
-        print(problem, file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(partial(_run, options))
+
+
+def _run(options: argparse.Namespace) -> None:
+    for key in options.models:
+        for task in options.tasks:
+            if task == "facts":
+                question(options, key)
+            else:
+                measure(options, key, task)
+            write_report(options.work, options.docs)
 
 
 if __name__ == "__main__":

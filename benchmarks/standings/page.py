@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from alphatoken.diagnose.statistics import spearman
 from alphatoken.score.page import COLOURS, canvas, save
 from alphatoken.support.storage import write_json
-from benchmarks.frontier.draws import MODELS
+from benchmarks.data import MODELS
 from benchmarks.pages import DOCS, load, number, span, table
 from benchmarks.standings.runs import TASKS, UNITS, Numbers, Setting
 from benchmarks.standings.values import ONE_STEP

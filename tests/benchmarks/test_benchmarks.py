@@ -17,6 +17,7 @@ from benchmarks import cases, measure, targets
 from benchmarks import run as results
 from benchmarks.measure import timed
 from benchmarks.models import Size
+from benchmarks.pages import measured
 from benchmarks.run import main
 
 
@@ -37,7 +38,7 @@ def test_the_command_measures_one_case_and_keeps_the_others(
     words = ["projected_vs_gram", "score_overhead", "--quick", "--out", str(tmp_path)]
     main([*words, "--threads", "1", "--device", "cpu"])
     said = capsys.readouterr().err
-    rows = {one["name"]: one for one in results.load(tmp_path / "results.json")}
+    rows = {one["name"]: one for one in measured(tmp_path / "results.json")}
     assert rows["label_vs_step"] == old[0]
     assert rows["projected_vs_gram"]["ratio"] != 9.0
     assert set(rows) >= {"projected_vs_gram_built", "score_overhead_k3", "score_overhead_k3_fisher"}
@@ -84,7 +85,7 @@ def test_a_row_is_judged_by_its_target(
 
 
 def test_committed_results_hold_every_promise() -> None:
-    rows = results.load(results.HERE / "results.json")
+    rows = measured()
     text = targets.table_of_targets()
     for name in targets.TARGETS:
         found = [one for one in rows if one["name"] == name and one["device"] == "cpu"]

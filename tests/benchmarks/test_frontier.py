@@ -22,14 +22,14 @@ from alphatoken.diagnose.statistics import spearman
 from alphatoken.model.batch import read_batch
 from alphatoken.model.protocol import find_adapter
 from alphatoken.oracle import gradients as oracle
+from benchmarks.data import Model
 from benchmarks.floors import Shape
 from benchmarks.frontier import __main__ as frontier
 from benchmarks.frontier import measure as measuring
 from benchmarks.frontier.__main__ import main
-from benchmarks.frontier.draws import Draw, Model
 from benchmarks.frontier.measure import Shares, measure
 from benchmarks.frontier.parts import part_names, part_values
-from benchmarks.frontier.settings import Scope, Setting, flops_of, plain, spread
+from benchmarks.frontier.settings import Setting, flops_of, plain, spread
 from benchmarks.frontier.tables import Draws, agreement, chosen
 from benchmarks.models import Size, decoder
 from tests.places import nightly
@@ -136,7 +136,7 @@ def test_a_tied_matrix_has_two_parts_as_its_untied_copy_has() -> None:
 # --- a draw --------------------------------------------------------------------------------------
 
 
-def draw_of(rows: int = 4) -> Draw:
+def draw_of(rows: int = 4) -> tuple[list[Example], list[Example]]:
     def examples(seed: int) -> list[Example]:
         batch = batch_of(rows, seed=seed)
         row = Row(0, "made here", (Turn("assistant", ""),))
@@ -147,11 +147,11 @@ def draw_of(rows: int = 4) -> Draw:
             )
         ]
 
-    return Draw(examples(2), examples(3))
+    return examples(2), examples(3)
 
 
 def shares_of(model: Any, optimizer: Any = None) -> Shares:
-    return measure(model, draw_of(), optimizer)
+    return measure(model, *draw_of(), optimizer)
 
 
 def scored(model: Any, config: ScorerConfig, optimizer: Any = None) -> np.ndarray[Any, Any]:
@@ -244,10 +244,10 @@ def test_a_price_is_what_is_counted(
     counted = flops(lambda: scorer.score(SIZE.batch(), components=False))
     everything = parameters == "all"
     norms = layers if everything else ()
-    scope = Scope(estimator, layers, norms, everything, everything, everything)
+    setting = Setting("", "", estimator, layers, norms, everything, everything, everything)
     read = int((SIZE.batch()["labels"][:, 1:] != -100).sum())
     shape = Shape.of(model, SIZE.rows, SIZE.length).with_responses(read)
-    assert flops_of(shape, scope) == pytest.approx(counted, rel=0.03)
+    assert flops_of(shape, setting) == pytest.approx(counted, rel=0.03)
 
 
 def test_a_step_is_what_is_counted() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from alphatoken.config import ESTIMATORS
 from benchmarks import real
+from benchmarks.data import Model
 from benchmarks.measure import Run
 from benchmarks.targets import judged
 
@@ -20,14 +20,14 @@ QUICK = Run(torch.device("cpu"), quick=True)
 
 
 @pytest.fixture
-def small(library_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> real.Real:
+def small(library_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
     """The small decoder in SmolLM2's place, on rows of the standard library."""
     monkeypatch.setenv("ALPHATOKEN_MODELS", str(library_decoder.parent))
     monkeypatch.delenv("ALPHATOKEN_DATA", raising=False)
-    return real.Real("smollm2", library_decoder.name, ESTIMATORS)
+    return Model("smollm2", "library decoder", library_decoder.name)
 
 
-def test_every_side_is_measured_and_none_goes_below_its_floor(small: real.Real) -> None:
+def test_every_side_is_measured_and_none_goes_below_its_floor(small: Model) -> None:
     found = [*real.rows_of(QUICK, small), *real.differences_of(QUICK, small)]
     names = {row["name"].removeprefix("smollm2_") for row in found}
     assert names == {

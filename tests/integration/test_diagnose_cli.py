@@ -153,11 +153,10 @@ def test_dashes_are_underscores_and_no_other_name_is_read(
 
 
 def test_options_of_one_are_not_read_for_another() -> None:
-    request = read_request("coverage", *NEEDED, "--clusters", "5")
-    assert request.options["coverage"].clusters == 5
-    assert request.command == f"alphatoken diagnose coverage {' '.join(NEEDED)} --clusters 5"
-    every = read_request(ALL, *NEEDED)
-    assert every.options == {name: find(name).load().Options() for name in NAMES}
+    _, own = read_request("coverage", *NEEDED, "--clusters", "5")
+    assert own["coverage"].clusters == 5
+    _, every = read_request(ALL, *NEEDED)
+    assert every == {name: find(name).load().Options() for name in NAMES}
 
 
 def test_retention_files_have_names_and_fields(tmp_path: Path) -> None:
@@ -244,6 +243,7 @@ def test_one_diagnosis_is_written_and_said(
     assert run["settings"]["model_sha256"] == digest
     page = (tmp_path / "out" / "report.html").read_text()
     assert found.question in page
+    assert "alphatoken diagnose coverage " in page
     assert "--draws 20" in page
     # Once more: refused; with other settings: refused; the same: kept as it is, and added to.
     first = (tmp_path / "out" / "coverage" / "diagnosis.json").stat().st_mtime_ns
@@ -446,7 +446,7 @@ def test_prompts_of_a_fisher_are_rows_that_nothing_else_uses(world: World, tmp_p
     words = world.words("fisher", tmp_path, *world.retention)[2:]
 
     def pools(*more: str) -> tuple[Subject, set[str], set[str]]:
-        subject, *_ = prepare(read_request("fisher", *words, *more).shared)
+        subject, *_ = prepare(read_request("fisher", *words, *more)[0])
         held, trained = (
             {row.row.prompt for row in rows} for rows in (subject.prompts, subject.train)
         )
@@ -465,17 +465,17 @@ def test_prompts_of_a_fisher_are_rows_that_nothing_else_uses(world: World, tmp_p
 
 
 def test_sizes_that_are_given_are_told_from_defaults() -> None:
-    request = read_request(ALL, *NEEDED, "--tokens", "70")
-    assert request.budget == 600
-    assert request.fixed == {"tokens"}
+    options, _ = read_request(ALL, *NEEDED, "--tokens", "70")
+    assert options.seconds == 600
+    assert options.fixed == {"tokens"}
     words = [*NEEDED, "--validation_rows", "9", "--clusters", "5", "--budget", "none"]
-    request = read_request("coverage", *words)
-    assert request.budget is None
-    assert request.fixed == {"objective_rows"}
+    options, _ = read_request("coverage", *words)
+    assert options.seconds is None
+    assert options.fixed == {"objective_rows"}
     # Drawn from the training rows they must be said: no wish that a budget would have to keep.
     drawn = [word for word in words if word not in ("--validation_file", "v")]
-    request = read_request("coverage", *drawn)
-    assert request.fixed == frozenset()
+    options, _ = read_request("coverage", *drawn)
+    assert options.fixed == frozenset()
 
 
 # --- interruption ---------------------------------------------------------------------------------

@@ -287,7 +287,7 @@ def read(program: str, command: str, words: list[str]) -> None:
     if command in ("sft", "dpo"):
         read_arguments(command, words, trainer_of(command)[0])
     elif command == "diagnose":
-        _ = read_request(*words).shared.scorer_config()
+        _ = read_request(*words)[0].scorer_config()
     elif command == "compare":
         all_cells(read_grid(*compare.parse(words)))
     elif command == "paper":

@@ -75,18 +75,18 @@ def test_summary_counts_and_extremes() -> None:
     totals = np.concatenate([e.values["total"][1:] for e in examples])
     assert (summary.sequences, summary.tokens, summary.response_tokens) == (25, 750, 725)
     assert summary.kept_tokens == (totals > 0).sum()
-    by_key = {c.key: c for c in summary.components}
-    assert by_key["total"].mean == pytest.approx(totals.mean(), rel=1e-12)
-    assert by_key["total"].maximum == totals.max()
-    assert by_key["total"].minimum == totals.min()
-    assert by_key["total"].positive == pytest.approx((totals > 0).mean())
+    total = summary.components["total"]
+    assert total["mean"] == pytest.approx(totals.mean(), rel=1e-12)
+    assert total["maximum"] == totals.max()
+    assert total["minimum"] == totals.min()
+    assert total["positive"] == pytest.approx((totals > 0).mean())
     ranked = np.sort(totals)
-    assert [e.values["total"] for e in summary.highest] == pytest.approx(ranked[::-1][:4])
-    assert [e.values["total"] for e in summary.lowest] == pytest.approx(ranked[:4])
-    top = summary.highest[0]
-    source = examples[top.row]
-    assert source.values["total"][top.position] == totals.max()
-    assert "".join(source.tokens).find(top.before + top.token + top.after) >= 0
+    assert [value for value, _, _ in summary.highest] == pytest.approx(ranked[::-1][:4])
+    assert [value for value, _, _ in summary.lowest] == pytest.approx(ranked[:4])
+    top = summary.as_dict()["highest"][0]
+    source = examples[top["row"]]
+    assert source.values["total"][top["position"]] == totals.max() == top["values"]["total"]
+    assert "".join(source.tokens).find(top["before"] + top["token"] + top["after"]) >= 0
 
 
 def test_every_row_is_in_the_sample_with_the_same_chance() -> None:
@@ -108,9 +108,9 @@ def test_a_value_of_zero_is_not_positive() -> None:
     """As every stability value is before the first step."""
     one = example(0, ("a", "b", "c", "d", "e"), seed=0)
     totals = {"total": np.array([5.0, 0.0, -1.0, 2.0, -0.0]), "stability": np.zeros(5)}
-    by_key = {c.key: c for c in summarise([replace(one, values=totals)]).components}
-    assert by_key["total"].positive == 0.25
-    assert by_key["stability"].positive == 0.0
+    components = summarise([replace(one, values=totals)]).components
+    assert components["total"]["positive"] == 0.25
+    assert components["stability"]["positive"] == 0.0
 
 
 def test_long_sequences_and_many_are_capped() -> None:

@@ -174,7 +174,7 @@ def test_layers_that_the_model_lacks_are_said_before_its_weights_are_loaded(
 
 def test_a_full_disk_is_no_wrong_input(tmp_path: Path) -> None:
     """The command's status is that of a file's error."""
-    from alphatoken.cli.program import Program
+    from alphatoken.cli.program import guarded
     from alphatoken.cli.training import _save
 
     def last(_: str) -> None:
@@ -186,7 +186,7 @@ def test_a_full_disk_is_no_wrong_input(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="trained model could not be written"):
         save_model()
-    assert Program("alphatoken", "", "", {})._guarded(save_model, False) == 1
+    assert guarded("alphatoken", save_model, traceback=False) == 1
 
 
 # --- rows, found before the Fisher is fitted ------------------------------------------------------

@@ -28,22 +28,15 @@ class ForkedLauncher:
     """``Launcher`` that forks.
 
     Args:
-        processes: cells at a time.
+        most: cells at a time.
     """
 
-    def __init__(self, processes: int = 1) -> None:
-        self._processes = processes
-        self._jobs: list[_Fork] = []
-
-    def room(self) -> int:
-        """Places that no cell has."""
-        return self._processes - sum(job.poll() is None for job in self._jobs)
+    def __init__(self, most: int = 1) -> None:
+        self.most = most
 
     def start(self, cells: Sequence[tuple[list[str], Path]]) -> list[Any]:
         """One fork each."""
-        started = [_Fork(words, log) for words, log in cells]
-        self._jobs += started
-        return started
+        return [_Fork(words, log) for words, log in cells]
 
 
 class _Fork:

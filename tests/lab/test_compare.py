@@ -270,7 +270,7 @@ def test_two_devices_run_two_cells_at_a_time(tmp_path: Path) -> None:
     first, second = sorted(results, key=lambda one: one["seen"]["began"])[:2]
     assert second["seen"]["began"] < first["ended"], "at the same time"
     pairs = LocalLauncher(devices=["0", "1", "2", "3"], per_cell=2)
-    assert pairs.room() == 2
+    assert pairs.most == 2
 
 
 def test_a_queue_of_submitit(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_queue_of_submitit(tmp_path: Path) -> None:
     said = {name[2]: (status.state, status.error) for name, status in found.items()}
     assert [said[name][0] for name in "abcd"] == ["done", "done", "failed", "done"]
     assert said["c"][1] == "RuntimeError: no such luck"
-    assert queue.room() == 2
+    assert queue.most == 2
     with pytest.raises(ConfigError, match="submitit refuses this"):
         SubmititLauncher(tmp_path, "local", 1, {"no_such_parameter": 3})
     with pytest.raises(ConfigError, match="submitit refuses this"):

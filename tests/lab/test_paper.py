@@ -94,12 +94,12 @@ def test_an_exhibit_says_what_it_shows(exhibit: Exhibit, tmp_path: Path) -> None
         planned = work(exhibit, scale, tmp_path)
         have = {(cell.task, cell.policy) for cell in planned.cells}
         for group in exhibit.groups_of(scale):
-            assert {(group.task, line.method) for line in group.lines} <= have
+            assert {(group.task, line.policy) for line in group.rows} <= have
         assert exhibit.columns[scale] or exhibit.diagnosis
         # A table is of three seeds, a figure of a diagnosis of one.
         seeds = {cell.seed for cell in planned.cells if cell.measures is not None}
         assert seeds == ({0, 1, 2} if exhibit.groups else {0})
-    counts = {len(line.printed) for group in exhibit.groups for line in group.lines}
+    counts = {len(line.printed) for group in exhibit.groups for line in group.rows}
     assert counts <= {0, len(exhibit.columns["full"])}
     assert exhibit.kind == "figure" or counts == {len(exhibit.columns["full"])}
 
@@ -135,15 +135,15 @@ def test_a_row_of_a_setting_trains_with_the_number_that_it_names(
     for group in here.exhibit.groups:
         names = SETTINGS[group.title.split()[-1]]
         task = "laptop" if scale == "laptop" else group.task
-        for line in group.lines:
-            options, base = cells[task, line.method], cells[task, "alphatoken"]
+        for line in group.rows:
+            options, base = cells[task, line.policy], cells[task, "alphatoken"]
             differing = {k for k in {*options, *base} if options.get(k) != base.get(k)} - {"policy"}
             taken = {*names[-1:], *differing, *(names if scale == "full" else ())}
             assert differing <= set(names)
-            assert bool(differing) == (line.method != "alphatoken")
+            assert bool(differing) == (line.policy != "alphatoken")
             for name in taken:
                 default = {"beta": 0.1}.get(name)
-                assert float(options.get(name, default)) == float(line.name), (line.method, name)
+                assert float(options.get(name, default)) == float(line.name), (line.policy, name)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -170,7 +170,7 @@ def test_the_paper_s_means_are_means_of_what_it_prints() -> None:
         keys = [column.key for column in exhibit.columns["full"]]
         last = keys.index("retention")
         for group in exhibit.groups:
-            for line in group.lines:
+            for line in group.rows:
                 numbers = [float(text.split(" ")[0]) for text in line.printed]
                 assert statistics.fmean(numbers[:last]) == pytest.approx(numbers[last], abs=0.011)
                 both = numbers[last], numbers[keys.index("target")]
@@ -563,8 +563,8 @@ def test_every_exhibit_runs_in_small(
         of_fisher = exhibit.diagnosis.name == "fisher"
         assert of_fisher == ("is the one that the model was trained with" in text)
         return
-    lines = [line for group in exhibit.groups_of("laptop") for line in group.lines]
-    places = [(line.method, column.key) for line in lines for column in exhibit.columns["laptop"]]
+    lines = [line for group in exhibit.groups_of("laptop") for line in group.rows]
+    places = [(line.policy, column.key) for line in lines for column in exhibit.columns["laptop"]]
     printed = list(csv.DictReader((place / f"{exhibit.name}.csv").read_text().splitlines()))
     for (method, key), found in zip(places, printed, strict=True):
         assert found["method"] == method

@@ -21,17 +21,22 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
-from alphatoken.model.batch import label_mask
+from alphatoken.model.batch import label_mask, token_losses
 from alphatoken.train.ledger import split_batch
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage
-from alphatoken_lab.methods.less import LESS, adam_update, fill_tokens
+from alphatoken_lab.methods.less import LESS, adam_update, fill_tokens, project
 from alphatoken_lab.methods.lora_warmup import AdamCheckpoint, LoraWarmup, adapted, warm_up
-from alphatoken_lab.methods.projection import Projection
 from alphatoken_lab.methods.static import keep_best, measure_losses, model_losses, static_pass
 from alphatoken_lab.methods.stm import STM
 from alphatoken_lab.methods.token_cleaning import TokenCleaning
 from alphatoken_lab.methods.token_table import TableHeader, TokenTable
-from alphatoken_lab.methods.xtf import XTF, low_outliers, multi_otsu, receiving, task_relevance
+from alphatoken_lab.methods.xtf import (
+    XTF,
+    low_outliers,
+    multi_otsu,
+    received_attention,
+    task_relevance,
+)
 from tests.integration.snapshot import Snapshot
 from tests.lab import small
 from tests.lab.small import right_padded
@@ -378,11 +383,12 @@ def test_attention_received_against_the_eager_matrices(
     given = rows()
     batch = pad(given)
     labels = batch.pop("labels")
-    with (
-        torch.no_grad(),
-        receiving(own, batch, layers=layers, heads=heads, queries=queries) as seen,
-    ):
-        measure_losses(own, batch, labels)
+    with torch.no_grad():
+        logits, received = received_attention(
+            own, batch, layers=layers, heads=heads, queries=queries
+        )
+        losses = measure_losses(own, batch, labels)["loss"]
+    close(token_losses(logits, labels), losses, 10.0, 1e-12, name="losses")
     real = batch["attention_mask"].bool()
     own.set_attn_implementation("eager")
     for i, row in enumerate(given):
@@ -399,7 +405,7 @@ def test_attention_received_against_the_eager_matrices(
                 by_query = column.mean(0) if heads == "mean" else column.max(0).values
                 by_layer.append(by_query.mean() if queries == "mean" else by_query.sum())
             expected.append(float(torch.stack(by_layer).mean()))
-        close(seen.result()[i][real[i]], torch.tensor(expected), 1.0, 1e-6, name="attention")
+        close(received[i][real[i]], torch.tensor(expected), 1.0, 1e-6, name="attention")
 
 
 def test_low_outliers_by_hand() -> None:
@@ -497,18 +503,16 @@ def test_xtf_restores_what_would_leave_too_little() -> None:
 def test_projections_are_one_linear_map() -> None:
     generator = torch.Generator().manual_seed(4)
     x = torch.randint(-9, 9, (3, 2100), generator=generator).float()
-    project = Projection(2100, 16, seed=7)
-    assert torch.equal(project(x), Projection(2100, 16, seed=7)(x))
-    assert torch.equal(project(x[1:2])[0], project(x)[1])
-    close(project(x[:1] + 2 * x[1:2]), project(x)[:1] + 2 * project(x)[1:2], 1e3, 1e-6)
-    assert not torch.equal(project(x), Projection(2100, 16, seed=8)(x))
-    units = project(torch.eye(2100)) * 4  # the matrix itself
+    y = project(x, 16, seed=7)
+    assert torch.equal(y, project(x, 16, seed=7))
+    assert torch.equal(project(x[1:2], 16, seed=7)[0], y[1])
+    close(project(x[:1] + 2 * x[1:2], 16, seed=7), y[:1] + 2 * y[1:2], 1e3, 1e-6)
+    assert not torch.equal(y, project(x, 16, seed=8))
+    units = project(torch.eye(2100), 16, seed=7) * 4  # the matrix itself
     assert set(units.unique().tolist()) == {-1.0, 1.0}
     assert abs(float(units.mean())) < 4 / math.sqrt(units.numel())
     for dimension in (None, 2100, 8192):
-        assert torch.equal(Projection(2100, dimension)(x), x)
-    with pytest.raises(InputError, match="another length"):
-        project(x[:, 1:])
+        assert torch.equal(project(x, dimension), x)
 
 
 def test_adam_update_by_hand() -> None:

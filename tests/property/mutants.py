@@ -363,7 +363,7 @@ DEMANDED = (
     row("threshold-over-padding", selection("batch"),
         "threshold over padding",
         ("select.masks._top_of",
-         "mask.flatten().nonzero().squeeze(-1)", "torch.arange(mask.numel())"),
+         "true_places(mask)", "torch.arange(mask.numel())"),
         ("select.masks._top_of", "return keep.view_as(mask)", "return keep.view_as(mask) & mask")),
 )  # fmt: skip
 # --- and of the steps that the demand leaves out -------------------------------------------------

@@ -187,8 +187,8 @@ def test_corpus(
             corpus = replace(corpus, drawn=out, validation=held_keys)
             counts = corpus.survey().counts
             starts = range(0, corpus.source.rows, cut)
-            rows = [row for first in starts for row in corpus.rows(first, first + cut)]
-            return [row.example.row for row in rows if row.example is not None], validation, counts
+            blocks = (corpus.examples(first, first + cut) for first in starts)
+            return [example.row for block in blocks for example in block], validation, counts
 
         due, streamed = _outcome(split), _outcome(stream)
     if isinstance(due, type):

@@ -123,12 +123,12 @@ def test_gains_in_the_text_are_differences_of_its_tables(label: str) -> None:
     keys = [column.key for column in exhibit.columns["full"]]
     for number, group in enumerate(exhibit.groups):
         rows = {
-            line.method: {k: float(v.split()[0]) for k, v in zip(keys, line.printed, strict=True)}
-            for line in group.lines
+            row.policy: {k: float(v.split()[0]) for k, v in zip(keys, row.printed, strict=True)}
+            for row in group.rows
         }
         own = rows.pop("alphatoken")
         rows.pop("start", None)
-        best = max(rows.values(), key=lambda row: row["overall"])
+        best = max(rows.values(), key=lambda means: means["overall"])
         for key, said in GAINS[label].items():
             assert own[key] - best[key] == pytest.approx(said[number], abs=0.011), (label, key)
 

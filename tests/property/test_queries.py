@@ -59,7 +59,7 @@ def test_each_query_has_the_values_that_it_has_alone() -> None:
         value_block(job, scorer, 0)
         scored = list(read_values(job.value_file(0)))
         names = set(scorer.parameters)
-        batches = [collate([row.example]) for row in job.corpus.rows() if row.example]
+        batches = [collate([example]) for example in job.corpus.examples()]
     assert [example.row for example in scored] == list(range(len(ROWS)))
     model = job.model.double()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken.errors import DataError, FisherError
-from alphatoken.support.storage import read_tensors, replacing, write_tensors
+from alphatoken.support.storage import read_tensors, replacing, replacing_folder, write_tensors
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool,
@@ -151,6 +151,26 @@ def test_an_exception_leaves_the_old_file(problem: type[BaseException], tmp_path
         write_half()
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "of" / "rows"
+    with replacing_folder(folder) as first:
+        (first / "a").write_text("1")
+
+    def interrupted() -> None:
+        with replacing_folder(folder) as second:
+            (second / "b").write_text("2")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    with replacing_folder(folder) as third:
+        assert not list(third.iterdir())
+        (third / "c").write_text("3")
+    assert [path.name for path in folder.iterdir()] == ["c"]
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_a_folder_in_the_way_and_a_missing_folder_are_errors(tmp_path: Path) -> None:

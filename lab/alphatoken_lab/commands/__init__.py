@@ -8,7 +8,9 @@ Options, errors and exit status are as those of ``alphatoken`` (:mod:`alphatoken
 
 from __future__ import annotations
 
-from alphatoken.cli.program import Command, Program
+from functools import partial
+
+from alphatoken.cli.program import Command, run_program
 
 __all__ = ["COMMANDS", "main"]
 
@@ -48,9 +50,6 @@ examples
 
 alphatoken-lab COMMAND --help explains one command."""
 
-main = Program(
-    "alphatoken-lab",
-    "Published token selection methods, grids, evaluation, and the AlphaToken paper.",
-    _EXAMPLES,
-    COMMANDS,
-).main
+_ABOUT = "Published token selection methods, grids, evaluation, and the AlphaToken paper."
+
+main = partial(run_program, "alphatoken-lab", _ABOUT, _EXAMPLES, COMMANDS)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alphatoken.cli.program import CommandParser, add_options
 from alphatoken.errors import ConfigError
-from alphatoken.support.options import option
-from alphatoken_lab.runner.grid_file import GridOptions, read_grid
-from alphatoken_lab.runner.launchers import CellOptions
+from alphatoken_lab.runner.grid_file import CompareOptions, read_grid
 
 if TYPE_CHECKING:
     from alphatoken_lab.measure.measures import Measures
@@ -41,16 +37,6 @@ a grid without a file
 
 Any other option of the trainer is passed on to every cell: --max_steps 100. docs/compare.md
 explains the grid's file, docs/evaluate.md lm-eval, exported answers and executed code."""
-
-
-@dataclass(kw_only=True)
-class CompareOptions(GridOptions, CellOptions):
-    """Options for the folder of the grid."""
-
-    output_dir: str = option("runs/compare", "folder for cells and tables")
-    only: str = option("", "cells whose name contains it, and their needs")
-    dry_run: bool = option(False, "list the cells, look up their tasks, and stop")
-    cell: str | None = option(None, argparse.SUPPRESS)
 
 
 def parse(words: Sequence[str]) -> tuple[CompareOptions, list[str]]:

@@ -210,23 +210,18 @@ def _measures(options: EvaluateOptions) -> Measures:
 
 def _file(path: str | None) -> dict[str, Any]:
     """Measures of a YAML file: the mapping itself, or what stands under ``measures`` in it."""
-    import yaml
-
+    from alphatoken.cli.recipes import find_recipe
     from alphatoken_lab.runner.grid_file import expand_variables
 
     if path is None:
         return {}
     if not Path(path).is_file():
         raise ConfigError("the file of --measures does not exist", got=path)
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError("the file of --measures is no YAML", got=f"{path}: {error}") from None
-    if isinstance(content, Mapping) and "measures" in content:
-        content = content["measures"]
+    content = find_recipe(path).options
+    content = content.get("measures", content)
     if not isinstance(content, Mapping):
         raise ConfigError("the file of --measures holds no mapping", got=path)
-    return dict(expand_variables(dict(content), path))
+    return dict(expand_variables(content, path))
 
 
 def _has_pairs(measures: Measures) -> bool:
@@ -246,7 +241,7 @@ def _show(measures: Measures, prepared: Prepared, parts: ModelParts) -> None:
     for name, path in measures.files.items():
         print(f"{name}_file: {path}")
     for group, tasks in prepared.tasks.items():
-        for name, how in tasks.settings.items():
+        for name, (_, how) in tasks.items():
             print(f"{group} task {name}: {setting_text(how)}")
     for name, questions in prepared.questions.items():
         print(f"questions {name}: {len(questions):,} questions")

@@ -112,7 +112,7 @@ def _check_folders(options: MergeOptions, out: Path) -> None:
 
 def _merge(options: MergeOptions, out: Path, alpha: float) -> None:
     from alphatoken.model.loading import find_parts, load_tokenizer, no_progress_bar
-    from alphatoken.support.storage import write_json
+    from alphatoken.support.storage import replacing_folder, write_json
     from alphatoken_lab.methods.merge import merge_models
 
     before, after = _models(options)
@@ -120,15 +120,13 @@ def _merge(options: MergeOptions, out: Path, alpha: float) -> None:
     merged: Any = after if alpha == 1 else merge_models(before, after, alpha)
     if options.adapter is not None:
         merged.to(_stored_dtype(options.before))
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    with no_progress_bar():
-        merged.save_pretrained(partial)
     parts = find_parts(options.after or options.before, options.adapter)
-    load_tokenizer(parts.tokenizer).save_pretrained(partial)
     note = {"before": options.before, "after": options.after or options.adapter, "alpha": alpha}
-    write_json(partial / "merge.json", note)
-    partial.rename(out)
+    with replacing_folder(out) as partial:
+        with no_progress_bar():
+            merged.save_pretrained(partial)
+        load_tokenizer(parts.tokenizer).save_pretrained(partial)
+        write_json(partial / "merge.json", note)
     print(f"alpha {alpha:g}: {out}")
 
 

@@ -52,7 +52,7 @@ class Prepared:
 
     Attributes:
         rows: of files, whose losses are measured.
-        tasks: lm-eval's by group, as :class:`alphatoken_lab.measure.tasks.Tasks`.
+        tasks: lm-eval's by group, as :func:`alphatoken_lab.measure.tasks.load_tasks` gives them.
         questions: texts by the name of their set.
     """
 
@@ -79,7 +79,7 @@ def prepare(measures: Measures, command: str, fields: Fields | None = None) -> P
         from alphatoken_lab.measure.tasks import load_tasks
 
         tasks = {group: load_tasks(names, measures) for group, names in measures.tasks.items()}
-    measured = [name for one in tasks.values() for name in one.objects]
+    measured = [name for one in tasks.values() for name in one]
     unknown = [name for name in measures.shots if name not in measured]
     if unknown:
         raise ConfigError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,24 +32,10 @@ _METRICS = ("acc", "exact_match", "pass@1", "pass_at_1", "acc_norm", "f1", "bleu
 """Of a task that names none: the first that it reports. ``acc`` is what the paper's tables hold."""
 
 
-@dataclass(frozen=True)
-class Tasks:
-    """Tasks of lm-eval that exist and whose data were loaded.
-
-    Attributes:
-        objects: lm-eval's own by name, with their number of shots.
-        settings: by name what a table says of the score: ``shots``, ``chat_template``, ``metric``
-            (None: the first that the task reports) and ``questions``.
-        coded: names of those that execute what a model writes.
-        manager: of lm-eval.
-        limit: documents of each task; None for all.
-    """
-
-    objects: Mapping[str, Any]
-    settings: Mapping[str, Mapping[str, Any]]
-    coded: frozenset[str]
-    manager: Any
-    limit: int | None
+Tasks = Mapping[str, tuple[Any, Mapping[str, Any]]]
+"""By name lm-eval's task, its data loaded and shots settled, and what a table says of its score:
+``shots``, ``chat_template``, ``metric`` (None: the first that it reports), ``questions``, and
+``scored_by`` where it executes what a model writes."""
 
 
 def load_tasks(names: Sequence[str], measures: Measures) -> Tasks:
@@ -68,27 +53,24 @@ def load_tasks(names: Sequence[str], measures: Measures) -> Tasks:
     wanted = measures.task_path, tuple(name for name, _ in pairs)
     _refuse(_unknown(*wanted))
     manager = _reader(*wanted)
-    objects: dict[str, Any] = {}
-    settings: dict[str, Mapping[str, Any]] = {}
-    coded = set()
+    tasks: dict[str, tuple[Any, Mapping[str, Any]]] = {}
     # The metric of such tasks runs an example of its own when it is read, and no model's code.
     os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     for word, metric in pairs:
         name, top, parts = _load(manager, word)
-        if name in objects:
+        if name in tasks:
             raise ConfigError("a task is named twice", got=name)
-        objects[name] = top
         shots = {_settle_shots(part, name, measures.shots.get(name)) for part in parts}
         counts = [len(list(part.eval_docs)) for part in parts]
-        if any(getattr(part, "UNSAFE_CODE", False) for part in parts):
-            coded.add(name)
-        settings[name] = {
+        coded = any(getattr(part, "UNSAFE_CODE", False) for part in parts)
+        how = {
             "shots": "/".join(map(str, sorted(shots))),
-            "chat_template": measures.task_chat and name not in coded,
+            "chat_template": measures.task_chat and not coded,
             "metric": metric,
             "questions": sum(min(n, measures.task_limit or n) for n in counts),
         }
-    return Tasks(objects, settings, frozenset(coded), manager, measures.task_limit)
+        tasks[name] = top, {**how, "scored_by": "lm-eval"} if coded else how
+    return tasks
 
 
 def run_tasks(
@@ -102,7 +84,7 @@ def run_tasks(
         model: a causal model of transformers.
         tokenizer: of the model.
         tasks: as ``load_tasks`` gives them.
-        measures: with the batch size and the chat template.
+        measures: with limit, batch size and chat template.
         folder: where answers to tasks that execute code are written; None: they are left out.
 
     Raises:
@@ -113,14 +95,14 @@ def run_tasks(
     from lm_eval.models.huggingface import HFLM
 
     def evaluate(coded: bool, **options: Any) -> Mapping[str, Any]:
-        chosen = [one for name, one in tasks.objects.items() if (name in tasks.coded) == coded]
+        chosen = [task for task, how in tasks.values() if ("scored_by" in how) == coded]
         if not chosen:
             return {}
         results: Mapping[str, Any] = simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=measures.batch_size),
             tasks=chosen,
-            limit=tasks.limit,
-            task_manager=tasks.manager,
+            limit=measures.task_limit,
+            task_manager=_reader(measures.task_path, ()),  # all tasks are loaded
             bootstrap_iters=0,
             log_samples=False,
             **options,
@@ -135,13 +117,11 @@ def run_tasks(
                 answers = str(folder / CODE_ANSWERS)
                 evaluate(True, predict_only=True, confirm_run_unsafe_code=True, use_cache=answers)
     except (OSError, ConnectionError, ValueError) as error:
-        raise _unusable("could not run the tasks", ", ".join(tasks.objects), error) from error
-    scores = {}
-    for name, how in tasks.settings.items():
-        scores[name] = {**how, "scored_by": "lm-eval"} if name in tasks.coded else how
-        if name not in tasks.coded:
-            scores[name] = {**how, **metric_of(name, how["metric"], results)}
-    return scores
+        raise _unusable("could not run the tasks", ", ".join(tasks), error) from error
+    return {
+        name: how if "scored_by" in how else {**how, **metric_of(name, how["metric"], results)}
+        for name, (_, how) in tasks.items()
+    }
 
 
 def metric_of(

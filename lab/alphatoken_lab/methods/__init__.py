@@ -7,8 +7,7 @@
 - From a second model (``second_model``): ``rho_1``, ``token_cleaning``, ``sepo``.
 - From the training forward alone: ``talr``, ``dft``, ``eaft``, ``confpo``; of pairs
   (``preference``): ``ti_dpo``.
-- Rows rather than tokens: ``less``, by gradients of a warmed-up LoRA (``lora_warmup``,
-  ``projection``).
+- Rows rather than tokens: ``less``, by gradients of a warmed-up LoRA (``lora_warmup``).
 - After training: ``merge`` (WiSE-FT: weights between start and end).
 
 Trainers find them by the entry points in ``lab/pyproject.toml``. **Formulas and sources**: each

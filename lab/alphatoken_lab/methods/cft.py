@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from alphatoken.data.texts import marked_runs
 from alphatoken.direction.sampling import greedy_responses
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.batch import label_mask
@@ -137,7 +138,7 @@ class CFT(StaticMask):
             here = real[row].nonzero().flatten()
             ids = inputs["input_ids"][row, here]
             top = self._likeliest(adapter, ids) if bool(mask[row].any()) else None
-            for start, end in _runs(mask[row, here]):
+            for start, end in marked_runs(mask[row, here].cpu()):  # one a turn of the conversation
                 target = self._answer(decode, ids[start:end])
                 if target is None:
                     continue
@@ -209,14 +210,3 @@ class CFT(StaticMask):
         """All replacements end wrong."""
         self._summary["answered_share"] = float(table.columns["answered"].mean())
         return np.asarray(table.columns["wrong"] == 1)
-
-
-def _runs(mask: Tensor) -> Iterator[tuple[int, int]]:
-    """(first, one past the last) of each stretch of response tokens: a turn of the conversation."""
-    places = mask.nonzero().flatten().tolist()
-    start = None
-    for place, later in zip(places, [*places[1:], None], strict=True):
-        start = place if start is None else start
-        if later != place + 1:
-            yield start, place + 1
-            start = None

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, DataError, NumericalError, require_choice
 from alphatoken.select.masks import keep_count
 from alphatoken.support.precision import full_precision
-from alphatoken.support.progress import Tracker
 from alphatoken.support.resume import weights_digest
 from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.ledger import rows_fingerprint
@@ -33,14 +32,23 @@ from alphatoken_lab.methods.lora_warmup import (
     mean_loss,
     warm_up,
 )
-from alphatoken_lab.methods.projection import Projection
-from alphatoken_lab.methods.static import device_of, row_inputs, wait_for
+from alphatoken_lab.methods.static import (
+    Report,
+    device_of,
+    launch_place,
+    pass_file,
+    row_inputs,
+    shared_pass,
+    wait_for,
+)
 from alphatoken_lab.methods.token_table import TableHeader
 
 ADAM = ("code", "paper")
 AGGREGATES = ("mean_of_cosines", "cosine_of_mean")
 _ROWS = 64  # rows between two files
 _WORKSPACE = 2**28  # numbers of the gradients that are projected together: 1 GiB
+_BLOCK = 1024  # rows of the sign matrix at a time
+_GOLDEN = 0x9E3779B97F4A7C15
 
 Array = NDArray[Any]
 
@@ -208,7 +216,10 @@ class LESS(TokenPolicy):
                 "device": device_of(stage.model).type,
             },
         )
-        return _Influence(self, stage, header, names).run()
+        file = pass_file(stage, header)
+        if not file.exists():
+            _write_influence(self, stage, header, names, file)
+        return np.asarray(_scores_in(file, header).double().numpy())
 
     def _subtasks(self, validation: Sequence[Mapping[str, Any]]) -> list[str]:
         if self.subtasks is None:
@@ -277,126 +288,67 @@ def adam_update(
     return (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
 
 
-class _Influence:
-    """The computation behind :meth:`LESS.influence`, and its files."""
+def _write_influence(
+    policy: LESS, stage: PolicyStage, header: TableHeader, subtasks: Sequence[str], file: Path
+) -> None:
+    """Warm-up, then at each of its checkpoints the rows a part at a time, by all processes."""
+    rank, world = launch_place()
+    warmup = replace(policy.warmup, seed=policy.settings.seed)
+    folder = file.with_suffix(".epochs")
+    folder.mkdir(parents=True, exist_ok=True)
+    count = len(stage.rows)
+    parts = {
+        f"rows-{epoch}-{first:08d}": (epoch, range(first, min(first + _ROWS, count)))
+        for epoch in range(warmup.epochs)
+        for first in range(0, count, _ROWS)
+    }
+    with adapted(stage.model, warmup) as model:
+        if rank:
+            wait_for([folder / f"epoch-{epoch}.safetensors" for epoch in range(warmup.epochs)])
+        own = stage if rank == 0 else replace(stage, progress=False)
+        checkpoints = warm_up(own, model, warmup, folder, header.to_json())
 
-    def __init__(
-        self, policy: LESS, stage: PolicyStage, header: TableHeader, names: Sequence[str]
-    ) -> None:
-        self.policy, self.header = policy, header
-        self.names = list(dict.fromkeys(names))
-        self.group = torch.tensor([self.names.index(name) for name in names])
-        stem = f"less-{header.digest()}"
-        self.file = Path(stage.folder) / f"{stem}.safetensors"
-        self.folder = Path(stage.folder) / f"{stem}.parts"
-        grouped = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if grouped else 0
-        self.world = dist.get_world_size() if grouped else 1
-        self.stage = stage if self.rank == 0 else replace(stage, progress=False)
+        @lru_cache(maxsize=1)  # parts of one checkpoint follow each other
+        def gradients_at(epoch: int) -> tuple[_Gradients, Tensor]:
+            gradients = _Gradients(stage, model, checkpoints[epoch], policy)
+            return gradients, gradients.directions(subtasks)
 
-    def run(self) -> Array:
-        if not self.file.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.make()
-        return np.asarray(self.read(self.file)["scores"].double().numpy())
+        def write(name: str, part: Path, report: Report) -> None:
+            epoch, chosen = parts[name]
+            gradients, directions = gradients_at(epoch)
+            scores = gradients.scored([stage.rows[i] for i in chosen], directions)
+            write_tensors(part, {"scores": scores}, {"header": header.to_json()})
+            report(len(chosen))
 
-    def make(self) -> None:
-        """Warm-up, validation gradients, then the rows a part at a time at each checkpoint."""
-        warmup = LoraWarmup(**{**asdict(self.policy.warmup), "seed": self.policy.settings.seed})
-        epochs = [self.folder / f"epoch-{i}.safetensors" for i in range(warmup.epochs)]
-        starts = range(0, len(self.stage.rows), _ROWS)
-        files = {(i, a): self.folder / f"rows-{i}-{a:08d}.safetensors"
-                 for i in range(len(epochs)) for a in starts}  # fmt: skip
-        with adapted(self.stage.model, warmup) as model:
-            if self.rank:
-                wait_for(epochs)
-            checkpoints = warm_up(self.stage, model, warmup, self.folder, self.header.to_json())
-            self.parts(model, checkpoints, files)
-        if self.rank:
-            wait_for([self.file])
-            return
-        wait_for(list(files.values()))
-        rates = np.asarray([checkpoint.rate for checkpoint in checkpoints])
-        rates = rates / rates.sum()
-        scores = sum(
-            float(rate) * torch.cat([self.read(files[i, a])["scores"] for a in starts]).double()
-            for i, rate in enumerate(rates)
-        )
-        assert isinstance(scores, Tensor)
-        self.write(self.file, scores)
-        if self.world == 1:  # another process may still be reading
-            shutil.rmtree(self.folder, ignore_errors=True)
+        def join(files: Sequence[Path]) -> None:
+            rates = np.asarray([checkpoint.rate for checkpoint in checkpoints])
+            each = len(files) // len(rates)
+            scores = torch.zeros((), dtype=torch.float64)
+            for epoch, rate in enumerate(rates / rates.sum()):
+                own_files = files[epoch * each : (epoch + 1) * each]
+                of_epoch = torch.cat([_scores_in(path, header) for path in own_files])
+                scores = scores + float(rate) * of_epoch.double()
+            write_tensors(file, {"scores": scores}, {"header": header.to_json()})
 
-    def parts(
-        self,
-        model: Any,
-        checkpoints: Sequence[AdamCheckpoint],
-        files: Mapping[tuple[int, int], Path],
-    ) -> None:
-        """This process's share of the parts that are not there yet."""
-        mine = list(files)[self.rank :: self.world]
-        missing = [key for key in mine if not files[key].exists()]
-        count = {key: min(_ROWS, len(self.stage.rows) - key[1]) for key in mine}
-        tracker = Tracker(
-            "Gradients of the training rows", sum(count.values()),
-            self.stage.progress,
-        )  # fmt: skip
-        done = sum(count[key] for key in mine if key not in missing)
-        tracker.resume(done)
-        for i, checkpoint in enumerate(checkpoints):
-            starts = [a for j, a in missing if j == i]
-            if not starts:
-                continue
-            gradients = _Gradients(self.stage, model, checkpoint, self.policy)
-            directions = self.validation(gradients)
-            for a in starts:
-                rows = [self.stage.rows[r] for r in range(a, a + count[i, a])]
-                self.write(files[i, a], self.scored(gradients, rows, directions))
-                done += count[i, a]
-                tracker.report(done)
+        sizes = {name: len(chosen) for name, (_, chosen) in parts.items()}
+        shared_pass(stage, file, sizes, write, join, label="Gradients of the training rows")
+    if world == 1:  # another process may still be reading
+        shutil.rmtree(folder, ignore_errors=True)
 
-    def validation(self, gradients: _Gradients) -> Tensor:
-        """(subtasks, d) what a row's normalised update is multiplied with."""
-        projected = gradients.project(self.stage.validation, gradients.plain)
-        empty = projected.norm(dim=-1) == 0
-        if bool(empty.any()):
-            raise DataError(
-                "a validation row has no gradient",
-                got=f"row {int(empty.nonzero()[0])}",
-                why="it has no response token, or the adapters do not reach its loss",
-                remedy="leave it out",
-            )
-        each = _normal(projected) if self.policy.aggregate == "mean_of_cosines" else projected
-        means = torch.stack([each[self.group == s].mean(0) for s in range(len(self.names))])
-        return means if self.policy.aggregate == "mean_of_cosines" else _normal(means)
 
-    def scored(
-        self, gradients: _Gradients, rows: Sequence[Mapping[str, Any]], directions: Tensor
-    ) -> Tensor:
-        """(rows, subtasks); -inf for a row without a response token."""
-        scores = torch.full((len(rows), len(directions)), -math.inf)
-        kept = [i for i, n in enumerate(_tokens(rows)) if n]
-        if kept:
-            updates = gradients.project([rows[i] for i in kept], gradients.adam)
-            scores[kept] = (_normal(updates) @ directions.T).cpu()
-        return scores
+def _scores_in(path: Path, expected: TableHeader) -> Tensor:
+    """Scores of a file.
 
-    def write(self, path: Path, scores: Tensor) -> None:
-        write_tensors(path, {"scores": scores}, {"header": self.header.to_json()})
-
-    def read(self, path: Path) -> dict[str, Tensor]:
-        """Scores of a file.
-
-        Raises:
-            DataError: unreadable, or made for something else (named).
-        """
-        tensors, facts = read_tensors(path)
-        try:
-            header = TableHeader.from_json(facts["header"])
-        except (KeyError, ValueError, TypeError) as problem:
-            raise DataError(f"the file '{path}' holds no LESS scores", got=str(problem)) from None
-        header.require(TableHeader(**json.loads(self.header.to_json())), f"'{path}'")
-        return tensors
+    Raises:
+        DataError: unreadable, or made for something else (named).
+    """
+    tensors, facts = read_tensors(path)
+    try:
+        header = TableHeader.from_json(facts["header"])
+    except (KeyError, ValueError, TypeError) as problem:
+        raise DataError(f"the file '{path}' holds no LESS scores", got=str(problem)) from None
+    header.require(expected, f"'{path}'")
+    return tensors["scores"]
 
 
 def _normal(vectors: Tensor) -> Tensor:
@@ -419,7 +371,36 @@ class _Gradients:
             torch.cat([moments[name].flatten() for name in self.parameters]).to(device).float()
             for moments in (checkpoint.first, checkpoint.second)
         )
-        self.projection = Projection(len(self.first), policy.dimension, seed=policy.settings.seed)
+
+    def directions(self, subtasks: Sequence[str]) -> Tensor:
+        """(subtasks, d) what a row's normalised update is multiplied with.
+
+        Raises:
+            DataError: a validation row without a gradient.
+        """
+        projected = self.projected(self.stage.validation, self.plain)
+        empty = projected.norm(dim=-1) == 0
+        if bool(empty.any()):
+            raise DataError(
+                "a validation row has no gradient",
+                got=f"row {int(empty.nonzero()[0])}",
+                why="it has no response token, or the adapters do not reach its loss",
+                remedy="leave it out",
+            )
+        names = list(dict.fromkeys(subtasks))
+        subtask = torch.tensor([names.index(name) for name in subtasks])
+        each = _normal(projected) if self.policy.aggregate == "mean_of_cosines" else projected
+        means = torch.stack([each[subtask == s].mean(0) for s in range(len(names))])
+        return means if self.policy.aggregate == "mean_of_cosines" else _normal(means)
+
+    def scored(self, rows: Sequence[Mapping[str, Any]], directions: Tensor) -> Tensor:
+        """(rows, subtasks); -inf for a row without a response token."""
+        scores = torch.full((len(rows), len(directions)), -math.inf)
+        kept = [i for i, n in enumerate(_tokens(rows)) if n]
+        if kept:
+            updates = self.projected([rows[i] for i in kept], self.adam)
+            scores[kept] = (_normal(updates) @ directions.T).cpu()
+        return scores
 
     def plain(self, row: Mapping[str, Any]) -> Tensor:
         """(D,) gradient of the row's mean token loss."""
@@ -444,14 +425,49 @@ class _Gradients:
             kind=self.policy.adam, betas=warmup.betas, eps=warmup.eps,
         )  # fmt: skip
 
-    def project(
+    def projected(
         self, rows: Sequence[Mapping[str, Any]], take: Callable[[Mapping[str, Any]], Tensor]
     ) -> Tensor:
         """(rows, d), as many rows at a time as memory allows: they share the cost of the signs."""
-        size = max(1, _WORKSPACE // max(1, self.projection.width))
-        return torch.cat(
-            [
-                self.projection(torch.stack([take(row) for row in rows[a : a + size]]))
-                for a in range(0, len(rows), size)
-            ]
+        size, seed = max(1, _WORKSPACE // max(1, len(self.first))), self.policy.settings.seed
+        stacks = (
+            torch.stack([take(row) for row in rows[first : first + size]])
+            for first in range(0, len(rows), size)
         )
+        return torch.cat([project(stack, self.policy.dimension, seed=seed) for stack in stacks])
+
+
+@full_precision
+@torch.no_grad()
+def project(
+    vectors: Float[Tensor, "n D"], dimension: int | None, *, seed: int = 0
+) -> Float[Tensor, "n d"]:
+    """Random projection of each row to d numbers, in float32; the signs are no matrix in memory.
+
+        y = R^T x / sqrt(d),   R (D, d) of independent +-1        E <R^T a, R^T b> / d = <a, b>
+
+    The same seed gives the same signs on the same kind of device; the generators of CPU and CUDA
+    differ. Several vectors at a time share the cost of making the signs.
+
+    Args:
+        vectors: x.
+        dimension: d; None, or one that is not below D, for no projection (y = x).
+        seed: of the signs.
+
+    Exactness: inner products are unbiased, with variance below 2 |a|^2 |b|^2 / d.
+    Source: TRAK, LESS (d = 8192, seed 0).
+    """
+    if dimension is None or dimension >= vectors.shape[-1]:
+        return vectors.float()
+    generator = torch.Generator(vectors.device)
+    projected = torch.zeros(len(vectors), dimension, device=vectors.device)
+    for block, part in enumerate(vectors.split(_BLOCK, dim=-1)):
+        generator.manual_seed((seed * _GOLDEN + block) % 2**63)
+        size = (part.shape[1], -(-dimension // 8))  # eight signs to a random byte
+        drawn = torch.randint(
+            0, 256, size, dtype=torch.uint8, device=part.device, generator=generator
+        )
+        bits = drawn.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=part.device) & 1
+        signs = bits.flatten(1)[:, :dimension].float().mul_(2).sub_(1)
+        projected += part.float() @ signs
+    return projected / math.sqrt(dimension)

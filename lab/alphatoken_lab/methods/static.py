@@ -115,7 +115,35 @@ def static_pass(
         data=rows_fingerprint(rows),
         settings={"columns": list(columns), "rows_per_shard": rows_per_shard, **(settings or {})},
     )
-    return _Pass(stage, model, tuple(columns), measure, header, rows, rows_per_shard).run()
+    shards = {
+        f"{start // rows_per_shard:06d}": range(start, min(start + rows_per_shard, len(rows)))
+        for start in range(0, len(rows), rows_per_shard)
+    }
+
+    def write(shard: str, file: Path, report: Report) -> None:
+        chosen = {i: rows[i] for i in shards[shard]}
+        with evaluation_mode(model), torch.no_grad():
+            documents = list(_measured(stage, model, measure, columns, chosen, report))
+        documents.sort(key=lambda entry: entry[0])
+        numbers = {name: [own[name] for _, _, own in documents] for name in columns}
+        TokenTable.of_documents([one for _, one, _ in documents], numbers, header).save(file)
+
+    def join(files: Sequence[Path]) -> None:
+        TokenTable.merge([TokenTable.load(part, header) for part in files]).save(file)
+
+    file = pass_file(stage, header)
+    if not file.exists():
+        label = f"Pass over the training rows ({header.kind})"
+        shared_pass(stage, file, {name: len(own) for name, own in shards.items()}, write, join,
+                    label=label)  # fmt: skip
+    table = TokenTable.load(file, header)
+    if not table.tokens:
+        raise DataError(
+            "no training row has a response token",
+            got=f"{len(rows)} rows",
+            remedy="check the prompt/completion split and max_length",
+        )
+    return table
 
 
 def _unpacked(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -132,112 +160,31 @@ def _unpacked(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     return documents
 
 
-class _Pass:
-    """One pass: which shards there are, which this process makes, and their union."""
-
-    def __init__(
-        self,
-        stage: PolicyStage,
-        model: nn.Module,
-        columns: tuple[str, ...],
-        measure: Measure,
-        header: TableHeader,
-        rows: Sequence[Mapping[str, Any]],
-        size: int,
-    ) -> None:
-        self.stage, self.model, self.columns, self.measure = stage, model, columns, measure
-        self.header, self.rows, self.size = header, rows, size
-        name = f"{header.kind}-{header.digest()}"
-        self.file = Path(stage.folder) / f"{name}.safetensors"
-        self.parts = Path(stage.folder) / f"{name}.parts"
-        grouped = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if grouped else 0
-        self.world = dist.get_world_size() if grouped else 1
-
-    def run(self) -> TokenTable:
-        """The table: found, or made."""
-        if not self.file.exists():
-            self.make()
-        table = TokenTable.load(self.file, self.header)
-        if not table.tokens:
-            raise DataError(
-                "no training row has a response token",
-                got=f"{len(self.rows)} rows",
-                remedy="check the prompt/completion split and max_length",
-            )
-        return table
-
-    def make(self) -> None:
-        """All shards of this process; then the main one waits for the rest and joins them."""
-        count = -(-len(self.rows) // self.size)
-        mine = range(self.rank, count, self.world)
-        try:
-            self.parts.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise DataError(
-                f"the folder '{self.parts}' cannot be made",
-                got=str(problem),
-                remedy="give a folder that can be written to",
-            ) from problem
-        missing = [shard for shard in mine if not self.part(shard).exists()]
-        total, left = (sum(len(self.indices(s)) for s in part) for part in (mine, missing))
-        label = f"Pass over the training rows ({self.header.kind})"
-        tracker = Tracker(label, total, self.stage.progress if self.rank == 0 else False)
-        tracker.resume(total - left)
-        for shard in missing:
-            if self.file.exists():
-                break
-            with evaluation_mode(self.model), torch.no_grad():
-                self.shard(shard, tracker, total - left).save(self.part(shard))
-            left -= len(self.indices(shard))
-        if self.rank:
-            wait_for([self.file])
-            return
-        files = [self.part(shard) for shard in range(count)]
-        wait_for(files)
-        tables = [TokenTable.load(file, self.header) for file in files]
-        TokenTable.merge(tables).save(self.file)
-        shutil.rmtree(self.parts, ignore_errors=True)
-
-    def indices(self, shard: int) -> range:
-        """Rows of one shard."""
-        return range(shard * self.size, min((shard + 1) * self.size, len(self.rows)))
-
-    def part(self, shard: int) -> Path:
-        """File of one shard."""
-        return self.parts / f"{shard:06d}.safetensors"
-
-    def shard(self, shard: int, tracker: Tracker, done: int) -> TokenTable:
-        """Measure the rows of one shard; its table is in the order of the rows."""
-        rows = {i: self.rows[i] for i in self.indices(shard)}
-        order = sorted(rows, key=lambda i: (-_length(rows[i]), i))
-        measurements: list[tuple[tuple[int, int], Document, dict[str, Array]]] = []
-        for first in range(0, len(order), self.stage.batch_size):
-            chosen = order[first : first + self.stage.batch_size]
-            measurements += self._batch(chosen, [rows[i] for i in chosen])
-            tracker.report(done + first + len(chosen))
-        measurements.sort(key=lambda entry: entry[0])
-        documents = [document for _, document, _ in measurements]
-        columns = {name: [numbers[name] for _, _, numbers in measurements] for name in self.columns}
-        return TokenTable.of_documents(documents, columns, self.header)
-
-    def _batch(
-        self, numbers: Sequence[int], rows: Sequence[Mapping[str, Any]]
-    ) -> Iterator[tuple[tuple[int, int], Document, dict[str, Array]]]:
-        """((row, branch), document, columns) of each document in one forward."""
-        inputs, labels = row_inputs(self.stage, rows, device_of(self.model))
+def _measured(
+    stage: PolicyStage,
+    model: nn.Module,
+    measure: Measure,
+    columns: Sequence[str],
+    rows: Mapping[int, Mapping[str, Any]],
+    report: Report,
+) -> Iterator[tuple[tuple[int, int], Document, dict[str, Array]]]:
+    """((row, branch), document, columns) of each document of the rows, the longest rows first."""
+    order = sorted(rows, key=lambda i: (-_length(rows[i]), i))
+    for first in range(0, len(order), stage.batch_size):
+        chosen = order[first : first + stage.batch_size]
+        inputs, labels = row_inputs(stage, [rows[i] for i in chosen], device_of(model))
         mask = label_mask(labels)
-        if not bool(mask.any()):
-            return
-        measured = self.measure(self.model, inputs, labels)
-        forward: dict[str, Array] = {
-            name: measured[name].detach().cpu().flatten().numpy() for name in self.columns
-        }
-        for document in split_batch(inputs, mask):
-            row = int(document.places[0]) // mask.shape[1] % len(rows)
-            columns = {name: array[document.places] for name, array in forward.items()}
-            _require_finite(columns, numbers[row], document)
-            yield (numbers[row], document.branch), document, columns
+        if bool(mask.any()):
+            measured = measure(model, inputs, labels)
+            forward: dict[str, Array] = {
+                name: measured[name].detach().cpu().flatten().numpy() for name in columns
+            }
+            for document in split_batch(inputs, mask):
+                row = chosen[int(document.places[0]) // mask.shape[1] % len(chosen)]
+                own = {name: array[document.places] for name, array in forward.items()}
+                _require_finite(own, row, document)
+                yield (row, document.branch), document, own
+        report(first + len(chosen))
 
 
 def _require_finite(columns: Mapping[str, Array], row: int, document: Document) -> None:
@@ -304,6 +251,77 @@ def _stacked(pairs: PreferenceBatch) -> dict[str, Tensor]:
     }
     batch["completion_mask"] = (batch["labels"] != IGNORE).long()
     return batch
+
+
+# --- one pass by all processes of a launch --------------------------------------------------------
+
+Report = Callable[[int], None]
+"""Told how many rows of a part are done."""
+
+
+def launch_place() -> tuple[int, int]:
+    """Number of this process among those of its launch, and how many there are."""
+    grouped = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+
+
+def pass_file(stage: PolicyStage, header: TableHeader) -> Path:
+    """File of a finished pass; its name holds a digest of all that it depends on."""
+    return Path(stage.folder) / f"{header.kind}-{header.digest()}.safetensors"
+
+
+def shared_pass(
+    stage: PolicyStage,
+    file: Path,
+    parts: Mapping[str, int],
+    write: Callable[[str, Path, Report], None],
+    join: Callable[[Sequence[Path]], None],
+    *,
+    label: str,
+) -> None:
+    """Make a file of parts: each process of the launch makes its own, the first one joins them.
+
+    A part that is there from an earlier start is left alone, so a kill costs one part a process.
+
+    Args:
+        stage: with its progress.
+        file: of the whole; returns when it is there.
+        parts: rows of each part, by its name.
+        write: makes one part: (name, its file, report of rows that are done).
+        join: makes the whole of the files of all parts, in their order.
+        label: of the progress.
+
+    Raises:
+        DataError: the folder of the parts cannot be made.
+    """
+    rank, world = launch_place()
+    folder = file.with_suffix(".parts")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise DataError(
+            f"the folder '{folder}' cannot be made",
+            got=str(problem),
+            remedy="give a folder that can be written to",
+        ) from problem
+    files = {name: folder / f"{name}.safetensors" for name in parts}
+    mine = list(parts)[rank::world]
+    missing = [name for name in mine if not files[name].exists()]
+    total, left = (sum(parts[name] for name in names) for names in (mine, missing))
+    tracker = Tracker(label, total, stage.progress if rank == 0 else False)
+    tracker.resume(total - left)
+    for name in missing:
+        if file.exists():
+            break
+        done = total - left
+        write(name, files[name], lambda rows, done=done: tracker.report(done + rows))  # type: ignore[misc]
+        left -= parts[name]
+    if rank:
+        wait_for([file])
+        return
+    wait_for(list(files.values()))
+    join(list(files.values()))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def wait_for(files: Sequence[Path]) -> None:

@@ -87,7 +87,7 @@ class StaticMask(TokenPolicy):
         return self.native_weights(batch)
 
 
-class GivenTable(StaticMask):
+class TableMask(StaticMask):
     """The weights of a table that is handed over: a column ``keep``, in [0, 1] or any numbers.
 
     For masks that were made elsewhere, and for the rounds of self-evolving Token Cleaning.
@@ -97,7 +97,7 @@ class GivenTable(StaticMask):
         settings: the mode plays no part.
     """
 
-    name: ClassVar[str] = "given"
+    name: ClassVar[str] = "table-mask"
     needs: ClassVar[Needs] = Needs(columns=("keep",))
 
     def __init__(self, table: TokenTable, settings: PolicySettings | None = None) -> None:
@@ -105,8 +105,8 @@ class GivenTable(StaticMask):
         self.table = table
 
     def prepare(self, stage: PolicyStage) -> TokenTable:
-        """The table, as it was given."""
-        keep = require_selection(self.table.columns["keep"], "the given table")
+        """The table as it is."""
+        keep = require_selection(self.table.columns["keep"], "the table")
         self._summary |= {"tokens": float(self.table.tokens), "kept_share": float(keep.mean())}
         return self.table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ from alphatoken.train.policies.trained_weights import (
 )
 from alphatoken.train.policy import Needs, PolicySettings, PolicyStage
 from alphatoken_lab.methods.static import keep_best, model_losses
-from alphatoken_lab.methods.static_mask import GivenTable, StaticMask, second_model
+from alphatoken_lab.methods.static_mask import StaticMask, TableMask, second_model
 from alphatoken_lab.methods.token_table import TokenTable
 
 Array = NDArray[Any]
@@ -179,7 +179,7 @@ def _rounds_before(
 
     Raises:
         ConfigError: a trainer that cannot train a copy, fewer rows than rounds.
-        DataError: a round in the folder is of another run.
+        DataError: a finished round that cannot be read.
     """
     if stage.train is None:
         raise ConfigError(
@@ -193,11 +193,8 @@ def _rounds_before(
             "self-evolving Token Cleaning needs a row for each round",
             got=f"{rounds} rounds, {len(stage.rows)} rows",
         )
-    model, data = weights_digest(stage.model), rows_fingerprint(stage.rows)
-    made_of = {
-        "model": model, "data": data, "rounds": rounds, "ratio": ratio, "rounding": rounding
-    }  # fmt: skip
     kind = f"token-cleaning-{rounds}-rounds"
+    model, data = weights_digest(stage.model), rows_fingerprint(stage.rows)
     top = weights_folder(stage, kind, model, data, ratio, rounding)
     bounds = [len(stage.rows) * t // rounds for t in range(rounds + 1)]
     counts: Counter[str] = Counter()
@@ -206,26 +203,23 @@ def _rounds_before(
         folder = top / f"round-{t}"
         # Written last: after a kill, the round that was not finished is trained again.
         if not (folder / "round.json").exists():
-            _train_round(stage, range(bounds[t], bounds[t + 1]), before, folder, made_of)
-        counts.update(_counts(folder, made_of))
+            part = [stage.rows[i] for i in range(bounds[t], bounds[t + 1])]
+            _train_round(replace(stage, rows=part, folder=folder), before, ratio, rounding)
+        counts.update(_counts(folder))
         before = folder
     assert before is not None, "at least two rounds"
     return range(bounds[-2], bounds[-1]), before, counts
 
 
-def _train_round(
-    stage: PolicyStage, rows: range, before: Path | None, folder: Path, made_of: Mapping[str, Any]
-) -> None:
+def _train_round(stage: PolicyStage, before: Path | None, ratio: float, rounding: str) -> None:
     """Train a copy on one part; after the first round on what base and last model choose of it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    part = [stage.rows[i] for i in rows]
+    stage.folder.mkdir(parents=True, exist_ok=True)
     start, table = None, None
     if before is not None:
         start = load_copy(stage, before)
-        table = _excess_losses(replace(stage, rows=part, folder=folder), stage.model, start)
+        table = _excess_losses(stage, stage.model, start)
         score = table.columns["base"] - table.columns["reference"]
-        keep = keep_best(table, score, made_of["ratio"], made_of["rounding"])
-        table = table.with_columns(keep=keep)
+        table = table.with_columns(keep=keep_best(table, score, ratio, rounding))
     counts = {"tokens": 0, "kept": 0}
 
     def record(mask: Tensor, weights: Tensor) -> None:
@@ -233,28 +227,21 @@ def _train_round(
         counts["kept"] += int((weights * mask != 0).sum())
 
     assert stage.train is not None
-    policy = Standard() if table is None else GivenTable(table)
-    save_weights(stage.train(part, {}, model=start, policy=policy, record=record), folder)
-    write_json(folder / "round.json", {"made_of": made_of, "trained_on": counts})
+    policy = Standard() if table is None else TableMask(table)
+    trained = stage.train(stage.rows, {}, model=start, policy=policy, record=record)
+    save_weights(trained, stage.folder)
+    write_json(stage.folder / "round.json", counts)
 
 
-def _counts(folder: Path, made_of: Mapping[str, Any]) -> dict[str, int]:
+def _counts(folder: Path) -> dict[str, int]:
+    """Tokens that a finished round has trained on, and those that it kept."""
     file = folder / "round.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        differing = [k for k in made_of if content["made_of"].get(k) != made_of[k]]
-        counts = {name: int(content["trained_on"][name]) for name in ("tokens", "kept")}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        return {name: int(content[name]) for name in ("tokens", "kept")}
+    except (OSError, ValueError, KeyError, TypeError) as problem:
         raise DataError(
             f"the file '{file}' cannot be read",
             got=f"{type(problem).__name__}: {problem}",
             remedy=f"remove the folder '{folder}': the round is trained again",
         ) from problem
-    if differing:
-        raise DataError(
-            f"the finished round in '{folder}' is of a run with another {', '.join(differing)}",
-            got="; ".join(f"{k}: {content['made_of'].get(k)} there" for k in differing),
-            why="its model was trained on other tokens",
-            remedy="remove the folder",
-        )
-    return counts

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -161,12 +160,10 @@ class XTF(StaticMask):
     def _measure(
         self, model: Any, inputs: Mapping[str, Tensor], labels: Tensor
     ) -> dict[str, Tensor]:
-        adapter = find_adapter(model)
         if "ri" not in self.filters:
             return {**measure_losses(model, inputs, labels), "token": labels}
-        with receiving(model, inputs, **self.attention) as received:
-            losses = token_losses(adapter.forward(inputs), labels)
-        return {"loss": losses, "token": labels, "attention": received.result()}
+        logits, received = received_attention(model, inputs, **self.attention)
+        return {"loss": token_losses(logits, labels), "token": labels, "attention": received}
 
     # --- the rule ---------------------------------------------------------------------------------
 
@@ -344,46 +341,15 @@ def multi_otsu(values: Array, classes: int = 3, bins: int = 256) -> Array | None
 # --- attention that a token receives --------------------------------------------------------------
 
 
-class _Received:
-    """Sums over the attention calls of one forward."""
-
-    def __init__(self, real: Tensor, heads: str, queries: str) -> None:
-        self.real, self.heads, self.queries = real, heads, queries
-        self.total: Tensor | None = None
-        self.calls = 0
-
-    def __call__(self, call: AttentionCall, native: NativeAttention) -> Tensor:
-        statistics = AttentionStatistics(call)
-        batch, length = call.query.shape[0], call.query.shape[2]
-        received = torch.zeros(batch, length, dtype=statistics.dtype, device=call.query.device)
-        real = self.real.to(received)
-        for block in statistics.row_blocks():
-            alpha = statistics.softmax(block)[0].flatten(1, 2)  # (b, h, k, t)
-            by_query = alpha.mean(1) if self.heads == "mean" else alpha.amax(1)
-            received[:, block.columns] += torch.einsum("bk,bkt->bt", real[:, block.rows], by_query)
-        if self.queries == "mean":
-            later = real.flip(1).cumsum(1).flip(1)  # real queries at or after t
-            received = received / later.clamp(min=1)
-        self.total = received if self.total is None else self.total + received
-        self.calls += 1
-        return native(call.query, call.key, call.value)
-
-    def result(self) -> Float[Tensor, "b t"]:
-        """Mean over the calls."""
-        assert self.total is not None
-        return self.total / self.calls
-
-
-@contextmanager
-def receiving(
+def received_attention(
     model: Any,
     inputs: Mapping[str, Tensor],
     *,
     layers: int | str | Sequence[int] = "all",
     heads: str = "mean",
     queries: str = "mean",
-) -> Iterator[_Received]:
-    """Context in which one forward of ``inputs`` is watched; ``result()`` gives (b, t).
+) -> tuple[Float[Tensor, "b t vocabulary"], Float[Tensor, "b t"]]:
+    """Logits of one forward, and the attention that each token receives in it.
 
         A_t = mean over layers, heads and real queries q >= t of alpha_{q,t}
 
@@ -391,7 +357,7 @@ def receiving(
 
     Args:
         model: a decoder whose attention is on transformers' interface.
-        inputs: of that forward; padding is read from ``attention_mask``.
+        inputs: of the forward; padding is read from ``attention_mask``.
         layers: K for the last K, "all", or indices.
         heads: "mean" or "max" over the query heads.
         queries: "mean" over the real queries at or after t, or their "sum" (then early tokens
@@ -415,6 +381,28 @@ def receiving(
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask")
     real = torch.ones_like(ids) if mask is None else (mask != 0).to(ids.dtype)
-    received = _Received(real, heads, queries)
-    with adapter.override_attention(modules, received):
-        yield received
+    by_call: list[Tensor] = []
+
+    def attend(call: AttentionCall, native: NativeAttention) -> Tensor:
+        by_call.append(_received(call, real, heads, queries))
+        return native(call.query, call.key, call.value)
+
+    with adapter.override_attention(modules, attend):
+        logits = adapter.forward(inputs)
+    return logits, sum(by_call[1:], by_call[0]) / len(by_call)
+
+
+def _received(call: AttentionCall, real: Tensor, heads: str, queries: str) -> Float[Tensor, "b t"]:
+    """Attention that each token receives in one call, over the real queries."""
+    statistics = AttentionStatistics(call)
+    batch, length = call.query.shape[0], call.query.shape[2]
+    received = torch.zeros(batch, length, dtype=statistics.dtype, device=call.query.device)
+    real = real.to(received)
+    for block in statistics.row_blocks():
+        alpha = statistics.softmax(block)[0].flatten(1, 2)  # (b, h, k, t)
+        by_query = alpha.mean(1) if heads == "mean" else alpha.amax(1)
+        received[:, block.columns] += torch.einsum("bk,bkt->bt", real[:, block.rows], by_query)
+    if queries == "sum":
+        return received
+    later = real.flip(1).cumsum(1).flip(1)  # real queries at or after t
+    return received / later.clamp(min=1)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.errors import ConfigError
-from alphatoken_lab.runner.records import Record, Row, rows_of, with_costs
+from alphatoken_lab.runner.records import Group, Record, Row, rows_of, with_costs
 from alphatoken_lab.runner.tables import Column, Table, markdown
 
 SCALES = ("full", "laptop")
@@ -30,29 +30,6 @@ LAPTOP = "laptop"
 """The scale, and the name of its only task."""
 
 _FOLDER = Path(str(files("alphatoken_lab"))) / "paper" / "exhibits"
-
-
-@dataclass(frozen=True)
-class Line:
-    """One row: its name, the method of the grid, and what the paper prints, by column."""
-
-    name: str
-    method: str
-    printed: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rows under one head, of one task of the grid."""
-
-    title: str
-    task: str
-    lines: tuple[Line, ...]
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """Methods of its rows."""
-        return tuple(line.method for line in self.lines)
 
 
 @dataclass(frozen=True)
@@ -132,10 +109,10 @@ class Exhibit:
             return self.groups
         small: dict[tuple[str, ...], Group] = {}
         for group in self.groups:
-            lines = tuple(Line(line.name, line.method) for line in group.lines)
+            rows = tuple(replace(row, printed=()) for row in group.rows)
             alike = [g.title for g in self.groups if g.methods == group.methods]
             title = "in small" if len(alike) > 1 or len(self.groups) == 1 else group.title
-            small.setdefault(group.methods, Group(title, LAPTOP, lines))
+            small.setdefault(group.methods, Group(title, rows, LAPTOP))
         return tuple(small.values())
 
     def wanted(self, scale: str) -> dict[str, tuple[str, ...]]:
@@ -182,9 +159,9 @@ def _read(path: Path) -> Exhibit:
     by_scale = {"full": content.pop("columns", []), LAPTOP: small.get("columns", [])}
     groups = []
     for group in content.pop("groups", []):
-        lines = (list(map(str, row)) for row in group["rows"])
-        rows = tuple(Line(name, method, tuple(numbers)) for name, method, *numbers in lines)
-        groups.append(Group(group["title"], group["task"], rows))
+        rows = (map(str, row) for row in group["rows"])
+        named = (Row(name, method, printed=tuple(numbers)) for name, method, *numbers in rows)
+        groups.append(Group(group["title"], tuple(named), group["task"]))
     diagnosis = content.pop("diagnosis", None)
     if diagnosis is not None:
         several = ("tasks", "others", "figures")
@@ -213,11 +190,10 @@ def table_of(exhibit: Exhibit, scale: str, records: Sequence[Record], on: str = 
     costly = with_costs(records)
     groups = []
     for group in exhibit.groups_of(scale):
-        rows = {row.policy: row for row in rows_of(costly, group.task)}
-        named = (replace(rows.get(one.method, Row("", one.method)), name=one.name)
-                 for one in group.lines)  # fmt: skip
-        groups.append((group.title, tuple(named)))
-    seeds = sorted({row.done for _, rows in groups for row in rows if row.done})
+        measured = {row.policy: row for row in rows_of(costly, group.task)}
+        rows = (replace(measured.get(row.policy, row), name=row.name) for row in group.rows)
+        groups.append(replace(group, rows=tuple(rows)))
+    seeds = sorted({row.done for group in groups for row in group.rows if row.done})
     spread = ""
     if seeds:
         counts = " to ".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
@@ -239,7 +215,7 @@ def printed_table(exhibit: Exhibit) -> str:
     rows = []
     for group in exhibit.groups:
         rows.append([f"**{group.title}**", *("" for _ in columns)])
-        rows += [[line.name, *(line.printed or ["–"] * len(columns))] for line in group.lines]
-    if not any(line.printed for group in exhibit.groups for line in group.lines):
+        rows += [[row.name, *(row.printed or ["–"] * len(columns))] for row in group.rows]
+    if not any(row.printed for group in exhibit.groups for row in group.rows):
         return ""
     return markdown([exhibit.first, *(column.head for column in columns)], rows)

@@ -12,7 +12,7 @@ from alphatoken.diagnose.diagnosis import Table as Data
 from alphatoken.diagnose.figures import Figure, draw
 from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import ConfigError, require_choice
-from alphatoken.support.storage import write_text
+from alphatoken.support.storage import replacing_folder, write_text
 from alphatoken_lab.paper.exhibits import LAPTOP, Diagnosed, Exhibit
 from alphatoken_lab.paper.work import Work
 from alphatoken_lab.runner.grid import Cell, Task
@@ -141,13 +141,10 @@ def export_rows(task: Task, place: Path) -> None:
     ).shuffle(seed=0)
     columns = {named.get("prompt_column"): "prompt", named.get("response_column"): "response"}
     rows = rows.rename_columns({old: new for old, new in columns.items() if old})
-    partial = place.with_name(f"{place.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     count = min(len(rows) - _VALIDATION, _TRAIN)
-    rows.select(range(_VALIDATION)).to_json(partial / "validation.jsonl")
-    rows.select(range(_VALIDATION, _VALIDATION + count)).to_json(partial / "train.jsonl")
-    partial.rename(place)
+    with replacing_folder(place) as partial:
+        rows.select(range(_VALIDATION)).to_json(partial / "validation.jsonl")
+        rows.select(range(_VALIDATION, _VALIDATION + count)).to_json(partial / "train.jsonl")
 
 
 def _section(work: Work, diagnosed: Diagnosed, task: Task, out: Path) -> list[str]:
@@ -186,15 +183,15 @@ def draw_table(exhibit: Exhibit, table: Table) -> Drawing:
     # One record a column and row; lines have a panel for each group too, over its numbers.
     points: list[dict[str, Any]] = []
     for column in table.columns:
-        for title, rows in table.groups:
-            for row in rows:
+        for group in table.groups:
+            for row in group.rows:
                 values = row.values(column.key)
                 value: Any = values[0] if values else None
                 if len(values) > 1:
                     value = Estimate(
                         statistics.fmean(values), min(values), max(values), len(values)
                     )
-                panel = f"{title}\n{column.head}" if kind == "lines" else column.head
+                panel = f"{group.title}\n{column.head}" if kind == "lines" else column.head
                 name = float(row.name) if kind == "lines" else row.name
                 points.append({"panel": panel, "row": name, "value": value})
     figure = Figure(

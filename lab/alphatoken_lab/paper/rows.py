@@ -16,7 +16,6 @@ the longer response counts.
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 from alphatoken.data import pair_of, read_records, row_of
 from alphatoken.data.stdlib import code_pairs, code_rows, text_rows
 from alphatoken.errors import DataError
-from alphatoken.support.storage import write_jsonl
+from alphatoken.support.storage import replacing_folder, write_jsonl
 
 Record = dict[str, Any]
 
@@ -84,13 +83,9 @@ def write_rows(
         if source == "train":
             sizes = {n: size for n, size in SIZES[grid].items() if n == "train" or n not in drawn}
         parts |= _cut(rows, sizes, users.get(source, "the standard library"))
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name, rows in parts.items():
-        write_jsonl(partial / f"{name}.jsonl", rows)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    with replacing_folder(folder) as partial:
+        for name, rows in parts.items():
+            write_jsonl(partial / f"{name}.jsonl", rows)
 
 
 def _read(path: str | Path, name: str, grid: str) -> Iterator[Record]:

@@ -14,7 +14,7 @@ from alphatoken.errors import ConfigError
 from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit
 from alphatoken_lab.paper.options import PaperOptions
 from alphatoken_lab.runner.grid import REFERENCES, Cell, Grid, all_cells
-from alphatoken_lab.runner.grid_file import GridOptions, read_grid
+from alphatoken_lab.runner.grid_file import CompareOptions, read_grid
 from alphatoken_lab.runner.running import GridFolder
 
 _MODEL = "SmolLM2-135M-Instruct"
@@ -72,7 +72,7 @@ class Work:
             "PAPER_EVALUATION": str(Path(self.options.evaluation_dir).absolute()),
         }
         grid = read_grid(
-            GridOptions(
+            CompareOptions(
                 config=name, policies=methods, tasks=list(wanted), seeds=self.options.seeds
             ),
             self.more,

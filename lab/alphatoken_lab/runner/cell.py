@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.model.batch import label_mask
-from alphatoken.support.storage import read_json, try_lock, write_json, write_text
+from alphatoken.support.storage import read_json, replacing_folder, try_lock, write_json, write_text
 from alphatoken.train.distributed import SHARDED, Ranks, layout
 from alphatoken.train.policies import TRAINER_POLICIES
 from alphatoken_lab.measure.measures import Measures
@@ -155,11 +155,9 @@ def _train(
         trainer.save_model(str(path / "run" / "whole"))  # all processes: each gives its part
         model = loaded(str(path / "run" / "whole"))[0] if _is_first() else model
     if _is_first() and spec["keep_model"]:
-        partial_folder = path / "model.partial"
-        shutil.rmtree(partial_folder, ignore_errors=True)
-        _without_adapters(model).save_pretrained(partial_folder)
-        trainer.processing_class.save_pretrained(partial_folder)
-        partial_folder.rename(path / "model")
+        with replacing_folder(path / "model") as folder:
+            _without_adapters(model).save_pretrained(folder)
+            trainer.processing_class.save_pretrained(folder)
     return model, trainer.processing_class, result
 
 
@@ -284,8 +282,9 @@ class TokenCounter(TrainerCallback):
         self._trainer = trainer
         trainer.compute_loss = partial(self._compute_loss, trainer.compute_loss)
         trainer.monitor.record = partial(self._record, trainer.monitor.record)
-        trainer.monitor.scoring = partial(self._scoring, trainer.monitor.scoring)
-        trainer.monitor.direction = partial(self._direction, trainer.monitor.direction)
+        for name in ("scoring", "direction"):
+            add = partial(self._add_seconds, name, getattr(trainer.monitor, name))
+            setattr(trainer.monitor, name, add)
         trainer.add_callback(self)
 
     def gather(self) -> None:
@@ -326,12 +325,8 @@ class TokenCounter(TrainerCallback):
         self.effective += float(weights.double().sum()) ** 2 / squares if squares else 0.0
         inner(*args, **named)
 
-    def _scoring(self, inner: Callable[[float], None], seconds: float) -> None:
-        self.scoring += seconds
-        inner(seconds)
-
-    def _direction(self, inner: Callable[[float], None], seconds: float) -> None:
-        self.direction += seconds
+    def _add_seconds(self, name: str, inner: Callable[[float], None], seconds: float) -> None:
+        setattr(self, name, getattr(self, name) + seconds)
         inner(seconds)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

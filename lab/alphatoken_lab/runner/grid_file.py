@@ -25,6 +25,7 @@ it has itself is its own.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ from alphatoken.cli.recipes import close_to, find_recipe, is_packaged
 from alphatoken.errors import ConfigError
 from alphatoken.support.options import option
 from alphatoken_lab.measure.measures import MeasureOptions, read_measures, require_allowed
+from alphatoken_lab.runner.launchers import CellOptions
 
 if TYPE_CHECKING:
     from alphatoken_lab.runner.grid import Grid, Task
@@ -55,10 +57,16 @@ _ON_ALL: dict[str, Any] = {
 
 
 @dataclass(kw_only=True)
-class GridOptions(MeasureOptions):
-    """Options for methods, models and rows."""
+class CompareOptions(MeasureOptions, CellOptions):
+    """Options for the folder of the grid."""
 
-    config: str | None = option(None, "YAML file of a whole grid")
+    output_dir: str = option("runs/compare", "folder for cells and tables")
+    only: str = option("", "cells whose name contains it, and their needs")
+    dry_run: bool = option(False, "list the cells, look up their tasks, and stop")
+    cell: str | None = option(None, argparse.SUPPRESS)
+    config: str | None = option(
+        None, "YAML file of a whole grid", group="options for methods, models and rows"
+    )
     recipe: str | None = option(None, "recipe of sft or dpo that every cell trains with")
     policies: list[str] | None = option(None, "methods; 'all' (default) for all of them")
     modes: list[Literal["native", "budget"]] | None = option(
@@ -73,7 +81,7 @@ class GridOptions(MeasureOptions):
 
 
 def read_grid(
-    options: GridOptions, words: Sequence[str], variables: Mapping[str, str] | None = None
+    options: CompareOptions, words: Sequence[str], variables: Mapping[str, str] | None = None
 ) -> Grid:
     """The grid of a command line.
 
@@ -140,7 +148,7 @@ def expand_variables(value: Any, place: str, variables: Mapping[str, str] | None
 # --- the file -----------------------------------------------------------------------------------
 
 
-def _content(options: GridOptions, variables: Mapping[str, str]) -> dict[str, Any]:
+def _content(options: CompareOptions, variables: Mapping[str, str]) -> dict[str, Any]:
     if (options.config is None) == (options.recipe is None):
         raise ConfigError(
             "a grid can come from one place only",
@@ -219,7 +227,7 @@ def _task(
     name: str,
     entry: Any,
     content: Mapping[str, Any],
-    options: GridOptions,
+    options: CompareOptions,
     trainer: Mapping[str, Any],
 ) -> Task:
     from alphatoken_lab.runner.grid import REFERENCES, Task
@@ -259,7 +267,7 @@ def _reference(
     name: str,
     entry: Any,
     content: Mapping[str, Any],
-    options: GridOptions,
+    options: CompareOptions,
     trainer: Mapping[str, Any],
 ) -> Task:
     from alphatoken_lab.runner.grid import Task

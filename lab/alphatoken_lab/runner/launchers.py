@@ -89,6 +89,9 @@ class LocalLauncher:
         devices: numbers of GPUs; each cell sees some of its own, by ``CUDA_VISIBLE_DEVICES``.
         per_cell: how many of them a cell gets.
 
+    Attributes:
+        most: cells at a time.
+
     Raises:
         ConfigError: devices that cannot be dealt out evenly.
     """
@@ -111,22 +114,19 @@ class LocalLauncher:
                 remedy="a --devices_per_cell that divides their number",
             )
         groups = [devices[i : i + per_cell] for i in range(0, len(devices), per_cell)]
-        places: list[str | None] = [",".join(group) for group in groups]
-        self._places = places or [None] * processes
+        devices_of: list[str | None] = [",".join(group) for group in groups]
+        self._devices = devices_of or [None] * processes
         self._jobs: list[tuple[subprocess.Popen[bytes], str | None, int]] = []
-
-    def room(self) -> int:
-        """Number of places that no cell has."""
-        self._jobs = [job for job in self._jobs if job[0].poll() is None]
-        return len(self._places) - len(self._jobs)
+        self.most = len(self._devices)
 
     def start(self, cells: Sequence[tuple[list[str], Path]]) -> list[subprocess.Popen[bytes]]:
         """Start one process each, with devices, port and a share of the cores of its own."""
         return [self._start(words, log) for words, log in cells]
 
     def _start(self, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        self._jobs = [job for job in self._jobs if job[0].poll() is None]
         busy, ports = [job[1] for job in self._jobs], {job[2] for job in self._jobs}
-        devices = next((place for place in self._places if place not in busy), None)
+        devices = next((own for own in self._devices if own not in busy), None)
         port = _free_port(ports)
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -141,10 +141,9 @@ class LocalLauncher:
         return process
 
     def _environment(self, devices: str | None, port: int) -> dict[str, str]:
-        count = len(self._places)
         # Several cells share the cores, unless the user has said how.
-        threads = str(max(1, (os.cpu_count() or 1) // count))
-        shared = {"OMP_NUM_THREADS": threads} if count > 1 else {}
+        threads = str(max(1, (os.cpu_count() or 1) // self.most))
+        shared = {"OMP_NUM_THREADS": threads} if self.most > 1 else {}
         own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices, "MASTER_PORT": str(port)}
         return {**shared, **os.environ, **own, PARENT: str(os.getpid())}
 
@@ -195,21 +194,13 @@ class SubmititLauncher:
                 got=f"{cluster}: {' '.join(str(error).split())[:200]}",
                 remedy="--launcher slurm where sbatch is, and submitit's names of parameters",
             ) from None
-        self._most = most
-        self._jobs: list[QueuedJob] = []
-
-    def room(self) -> int:
-        """Number of cells that may still be put into the queue."""
-        self._jobs = [job for job in self._jobs if job.poll() is None]
-        return self._most - len(self._jobs)
+        self.most = most
 
     def start(self, cells: Sequence[tuple[list[str], Path]]) -> list[QueuedJob]:
         """Submit all jobs as one SLURM array."""
         with self._executor.batch():
             jobs = [self._executor.submit(_run, words, str(log)) for words, log in cells]
-        started = [QueuedJob(job) for job in jobs]
-        self._jobs += started
-        return started
+        return [QueuedJob(job) for job in jobs]
 
 
 def _run(words: Sequence[str], log: str) -> int:

@@ -143,12 +143,14 @@ class Row:
         policy: of the grid.
         mode: "native" or "budget".
         records: seed by seed.
+        printed: numbers of the paper, by column; empty where it prints none.
     """
 
     name: str
     policy: str
     mode: str = ""
     records: tuple[Record, ...] = ()
+    printed: tuple[str, ...] = ()
 
     @property
     def done(self) -> int:
@@ -164,6 +166,26 @@ class Row:
         """Mean over the seeds that are done."""
         values = self.values(key)
         return statistics.fmean(values) if values else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows under one head.
+
+    Attributes:
+        title: head; empty where the table has no other group.
+        rows: of one task.
+        task: of the grid.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    task: str = ""
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Methods of its rows."""
+        return tuple(row.policy for row in self.rows)
 
 
 def rows_of(every: Sequence[Record], task: str) -> list[Row]:

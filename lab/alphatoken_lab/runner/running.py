@@ -281,7 +281,7 @@ class _Run:
     def _start_ready(self) -> None:
         """Start cells whose models exist, up to the limit; drop those whose model is lost."""
         ready: list[Cell] = []
-        room = self.launcher.room()
+        room = self.launcher.most - len(self.running)
         for cell in list(self.waiting):
             gone = cell.hopeless(self.lost)
             if gone:

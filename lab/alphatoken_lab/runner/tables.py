@@ -20,7 +20,7 @@ from typing import Any
 from alphatoken.support.storage import write_json, write_text
 from alphatoken_lab.runner.grid import Grid
 from alphatoken_lab.runner.methods import START
-from alphatoken_lab.runner.records import Record, Row, records_csv, rows_of, with_costs
+from alphatoken_lab.runner.records import Group, Record, Row, records_csv, rows_of, with_costs
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,21 @@ class Table:
     Attributes:
         first: head of the first column.
         columns: of numbers.
-        groups: title of each group of rows; one without a title has no line of its own.
+        groups: of rows; one without a title has no line of its own.
         title: of the whole.
         caption: sentences for the reader.
     """
 
     first: str
     columns: tuple[Column, ...]
-    groups: tuple[tuple[str, tuple[Row, ...]], ...]
+    groups: tuple[Group, ...]
     title: str = ""
     caption: str = ""
 
     @property
     def measured(self) -> int:
         """Number of rows that have a number."""
-        rows = [row for _, rows in self.groups for row in rows]
+        rows = [row for group in self.groups for row in group.rows]
         return sum(any(row.values(column.key) for column in self.columns) for row in rows)
 
 
@@ -108,19 +108,19 @@ def _cells(table: Table) -> Iterator[tuple[str, list[tuple[Row, list[tuple[str, 
     """Group by group each row with its texts, and the rank of each in its column."""
     # Of several groups of few rows, such as the axes of an ablation, the best is of all of them.
     apart = len(table.groups) > 1 and all(
-        any(row.policy == START for row in rows) or len(rows) > 3 for _, rows in table.groups
+        START in group.methods or len(group.rows) > 3 for group in table.groups
     )
-    together = [row for _, rows in table.groups for row in rows]
+    together = [row for group in table.groups for row in group.rows]
     at = 0
-    for title, rows in table.groups:
-        among = list(rows) if apart else together
+    for group in table.groups:
+        among = list(group.rows) if apart else together
         ranks = [_ranks(among, column) for column in table.columns]
         lines = []
-        for i, row in enumerate(rows, 0 if apart else at):
+        for i, row in enumerate(group.rows, 0 if apart else at):
             texts = [format_values(row.values(column.key), column) for column in table.columns]
             lines.append((row, [(t, rank.get(i)) for t, rank in zip(texts, ranks, strict=True)]))
-        at += len(rows)
-        yield title, lines
+        at += len(group.rows)
+        yield group.title, lines
 
 
 def _name(row: Row) -> str:
@@ -198,15 +198,15 @@ def to_csv(table: Table) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["group", "row", "method", "column", "mean", "deviation", "values"])
-    for title, rows in table.groups:
-        for row in rows:
+    for group in table.groups:
+        for row in group.rows:
             for column in table.columns:
                 values = row.values(column.key)
                 mean = statistics.fmean(values) if values else ""
                 deviation = statistics.stdev(values) if len(values) > 1 else ""
                 numbers = " ".join(f"{value:.6g}" for value in values)
                 writer.writerow(
-                    [title, row.name, row.policy, column.head, mean, deviation, numbers]
+                    [group.title, row.name, row.policy, column.head, mean, deviation, numbers]
                 )
     return text.getvalue()
 
@@ -265,7 +265,7 @@ def quality_table(rows: Sequence[Row]) -> Table:
         columns.append(Column(f"{key} {arrow}", key, form=".3f", best=best))
     if any(row.values("target_accuracy") for row in rows):
         columns.insert(-1, Column("pair accuracy (%) ↑", "target_accuracy"))
-    return Table("method", tuple(columns), _by_mode(rows))
+    return Table("method", tuple(columns), (_by_mode(rows),))
 
 
 def cost_table(rows: Sequence[Row]) -> Table:
@@ -281,13 +281,13 @@ def cost_table(rows: Sequence[Row]) -> Table:
     columns = [Column(title, key, form=".1f", best="none") for title, key in heads.items()]
     memory = f"peak memory (MB, {', '.join(sorted(kinds)) or 'none'})"
     columns.append(Column(memory, "peak_mb", form=",.0f", best="none"))
-    return Table("method", tuple(columns), _by_mode(timed))
+    return Table("method", tuple(columns), (_by_mode(timed),))
 
 
-def _by_mode(rows: Sequence[Row]) -> tuple[tuple[str, tuple[Row, ...]], ...]:
+def _by_mode(rows: Sequence[Row]) -> Group:
     named = [row if row.policy == START else replace(row, name=f"{row.name}, {row.mode}")
              for row in rows]  # fmt: skip
-    return (("", tuple(named)),)
+    return Group("", tuple(named))
 
 
 def problem_table(every: Sequence[Record]) -> str:
