@@ -192,7 +192,7 @@ def require_finite_gradient(role: str, gradient: Mapping[str, Tensor]) -> None:
     def raise_first() -> None:
         raise NumericalError(
             f"the {role} gradient is not finite",
-            got=first_not_finite(gradient),
+            got=str(first_not_finite(gradient)),
             remedy="check the weights for NaN or Inf, and the precision",
         )
 
@@ -282,8 +282,9 @@ def objective_sums(
         elif gradient.is_sparse:
             total[name] = zeros(name) + gradient
         else:  # a copy, since autograd may hand the same memory to another
-            kept = {"copy": True, "memory_format": torch.contiguous_format}
-            total[name] = gradient.to(wide(gradient.dtype), **kept)
+            total[name] = gradient.to(
+                wide(gradient.dtype), copy=True, memory_format=torch.contiguous_format
+            )
 
     def add(weighted: Tensor, _: Recorder | None) -> None:
         summed: set[str] = set()

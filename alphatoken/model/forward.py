@@ -128,6 +128,15 @@ def _positive(rate: object) -> bool:
     return isinstance(rate, (int, float)) and rate > 0
 
 
+def checkpoints(adapter: DecoderAdapter) -> bool:
+    """Whether decoder blocks trade time for memory in training: gradient checkpointing.
+
+    An adapter says so by a method of this name, which it need not have.
+    """
+    own = getattr(adapter, "checkpoints", None)
+    return own is not None and bool(own())
+
+
 @contextmanager
 def checkpointed(adapter: DecoderAdapter, first: int) -> Iterator[None]:
     """Run the blocks from ``first`` on under gradient checkpointing, where training does so.
@@ -136,7 +145,7 @@ def checkpointed(adapter: DecoderAdapter, first: int) -> Iterator[None]:
     more: it must come in the same mode of the model. What a forward draws is not restored.
     """
     # By itself the model checkpoints in training mode only, by a flag that its dropout may read.
-    blocks = adapter.layers()[first:] if adapter.checkpoints() else ()
+    blocks = adapter.layers()[first:] if checkpoints(adapter) else ()
     missing = object()
     before = {block: block.__dict__.get("forward", missing) for block in blocks}
     try:
@@ -156,6 +165,23 @@ def _put_back(before: Mapping[nn.Module, object], missing: object) -> None:
             block.__dict__.pop("forward", None)
         else:
             block.__dict__["forward"] = own
+
+
+def tokens_beside_weights(adapter: DecoderAdapter, first: int | None) -> int:
+    """Tokens whose activations take the memory that the gradients of the model will take.
+
+    Counted in numbers: inputs and outputs of the matrices of each block from ``first`` on (None:
+    of all), which is what a block keeps for its backward, but for norms and what its matrices
+    share; where blocks checkpoint, the input of each and all of one block.
+    """
+    trained = sum(p.numel() for p in adapter.model.parameters() if p.requires_grad)
+    kept, inputs = [], []
+    for block in adapter.layers()[first or 0 :]:
+        shapes = [p.shape[-2:] for p in block.parameters() if p.dim() >= 2]
+        kept.append(sum(map(sum, shapes)))
+        inputs.append(min(shapes[0], default=0) if shapes else 0)
+    of_token = sum(inputs) + max(kept, default=0) if checkpoints(adapter) else sum(kept)
+    return trained // max(of_token, 1)
 
 
 # --- the trunk ------------------------------------------------------------------------------------

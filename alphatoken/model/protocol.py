@@ -264,13 +264,6 @@ class DecoderAdapter(Protocol):
 
     # --- the forward -----------------------------------------------------------------------------
 
-    def checkpoints(self) -> bool:
-        """Whether decoder blocks trade time for memory in training: gradient checkpointing.
-
-        Passes of our own with a backward then do so too. Default: they do not.
-        """
-        return False
-
     def pause_checkpointing(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Context in which these decoder blocks run without gradient checkpointing.
 

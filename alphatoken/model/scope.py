@@ -198,20 +198,3 @@ def used_outside(adapter: DecoderAdapter, first: int, parameters: Iterable[Tenso
     others = (m for m in adapter.model.modules() if m not in inside)
     elsewhere = {id(p) for module in others for p in module.parameters(recurse=False)}
     return any(id(parameter) in elsewhere for parameter in parameters)
-
-
-def tokens_beside_weights(adapter: DecoderAdapter, first: int | None) -> int:
-    """Tokens whose activations take the memory that the gradients of the model will take.
-
-    Counted in numbers: inputs and outputs of the matrices of each block from ``first`` on (None:
-    of all), which is what a block keeps for its backward, but for norms and what its matrices
-    share; where blocks checkpoint, the input of each and all of one block.
-    """
-    trained = sum(p.numel() for p in adapter.model.parameters() if p.requires_grad)
-    kept, inputs = [], []
-    for block in adapter.layers()[first or 0 :]:
-        shapes = [p.shape[-2:] for p in block.parameters() if p.dim() >= 2]
-        kept.append(sum(map(sum, shapes)))
-        inputs.append(min(shapes[0], default=0) if shapes else 0)
-    of_token = sum(inputs) + max(kept, default=0) if adapter.checkpoints() else sum(kept)
-    return trained // max(of_token, 1)

@@ -159,7 +159,9 @@ class LogProbProxy:
         by_prediction = weights[:, 1:]
         factor = (by_prediction.to(coefficients) * coefficients).detach()
         # With all weights 1 a step is TRL's bitwise, also where the head's error is shared.
-        whole = self._shared is None or bool(((by_prediction == 1) | self._unlabelled).all())
+        whole = self._unlabelled is None or self._shared is None
+        if self._unlabelled is not None and self._shared is not None:
+            whole = bool(((by_prediction == 1) | self._unlabelled).all())
         update = (factor * (self.log_probs if whole else self.scores)).sum()
         # A routers' loss has a graph of its own, which stays; the leaf's leads nowhere.
         base = loss if self.aux_loss is not None else loss.detach()

@@ -19,8 +19,7 @@ from alphatoken.direction.objective import (
     scoring_forward,
 )
 from alphatoken.model.batch import has_response, label_mask, labels_of_all, read_batch
-from alphatoken.model.forward import spares_logits
-from alphatoken.model.scope import tokens_beside_weights
+from alphatoken.model.forward import spares_logits, tokens_beside_weights
 from alphatoken.scorer import Observed, Scorer
 from alphatoken.support.progress import shown_progress
 from alphatoken.train.distributed import (
