@@ -19,14 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from alphatoken.errors import ModelError
 from alphatoken.model.protocol import AttentionCall, NativeAttention
 from alphatoken.model.switch import BackwardSwitch, around
+from alphatoken.support.devices import is_deferred, refuse
 from alphatoken.support.precision import full_precision, wide
 
 # Blocks bound the memory, and smaller ones are faster as well, since they fit the processor's
@@ -124,13 +127,43 @@ class _Block:
     columns: slice
 
 
+_SAVED_NAMES = ("_saved_logsumexp", "_saved_log_sumexp")
+_ATTENDS_AS_CALLED: set[tuple[object, ...]] = set()
+"""Kinds of calls whose kernel's log-sum-exp was that of the call."""
+_COMPARED = 8
+"""Queries at either end of a call whose log-sum-exp is compared."""
+
+
+def saved_log_sum_exp(output: Tensor, shape: torch.Size) -> tuple[str, Tensor] | None:
+    """(name of the kernel's node, (b, h, t) log-sum-exp that it kept for its backward), or None.
+
+    Args:
+        output: of the kernel, or a view or copy of it.
+        shape: of the queries, (b, h, t, d).
+    """
+    node: Any = output.grad_fn
+    for _ in range(4):
+        if node is None:
+            return None
+        for name in _SAVED_NAMES:
+            saved = getattr(node, name, None)
+            if isinstance(saved, Tensor) and saved.dim() == 3 and saved.shape[:2] == shape[:2]:
+                # Some kernels fill up the last axis.
+                return (node.name(), saved[..., : shape[2]]) if saved.shape[2] >= shape[2] else None
+        above = [parent for parent, _ in node.next_functions if parent is not None]
+        node = above[0] if len(above) == 1 else None
+    return None
+
+
 class AttentionStatistics:
     """Logits, log-sum-exp and weights of one attention call, recomputed in blocks, never T x T.
 
-    The model's fused kernel returns no weights and no log-sum-exp, so they are computed again from
-    the queries and keys. Queries and keys are kept detached, which costs no memory because the
-    graph holds the same storage. Everything is computed without a graph, in float32 or wider, as
-    fused kernels accumulate in float32 for 16-bit inputs too.
+    The model's fused kernel returns no weights, so they are computed again from the queries and
+    keys. Their log-sum-exp, which takes all T x T logits, is the one that the kernel kept for its
+    backward, where it kept one and that is of this call; else it is computed as well. Queries and
+    keys are kept detached, which costs no memory because the graph holds the same storage.
+    Everything is computed without a graph, in float32 or wider, as fused kernels accumulate in
+    float32 for 16-bit inputs too.
     """
 
     def __init__(self, call: AttentionCall) -> None:
@@ -143,6 +176,46 @@ class AttentionStatistics:
         self.length = self.key.shape[2]
         self._causal = CausalStructure(call)  # read where there is no mask
         self._lse: Tensor | None = None
+        self._saved: tuple[str, Tensor] | None = None
+
+    def take_saved(self, output: Tensor) -> None:
+        """Take the log-sum-exp that the kernel kept, from its output."""
+        # No kernel that keeps one caps its logits or has sinks.
+        if self.softcap is None and self.sinks is None:
+            self._saved = saved_log_sum_exp(output, self.query.flatten(1, 2).shape)
+
+    @full_precision
+    def _saved_lse(self) -> Tensor | None:
+        """(b, g, r, k) log-sum-exp of the kernel; None without one, or if the call says otherwise.
+
+        That it attends to what the call says is compared at the first and the last queries, where
+        masks, windows, documents and padding show.
+        """
+        if self._saved is None:
+            return None
+        name, saved = self._saved
+        self._saved, lse = None, _group(saved.detach().to(self.dtype), self.groups)
+        bad, few = [], min(_COMPARED, self.length)
+        for rows in (slice(0, few), slice(self.length - few, self.length)):
+            last = rows.stop if self.mask is None else self.length
+            expected = torch.logsumexp(self.block(rows, slice(0, last)).logits, -1)
+            size = 1e-3 if self.query.element_size() < 4 else 30 * torch.finfo(saved.dtype).eps
+            apart = (lse[..., rows] - expected).abs() > size * (1 + expected.abs())
+            # Of a row that attends to nothing each kernel keeps something else.
+            bad.append(((apart | ~lse[..., rows].isfinite()) & expected.isfinite()).any())
+        # The rows between are as finite as these; where they attend to nothing all weights are 0.
+        otherwise = torch.stack(bad).any()
+        kind = (
+            name, self.dtype, self.query.device.type, self.mask is None, self._causal.window,
+            self._causal.documents is None,
+        )  # fmt: skip
+        if kind in _ATTENDS_AS_CALLED and is_deferred(otherwise):
+            refuse(otherwise, _refuse_kernel)
+            return lse
+        if bool(otherwise):
+            return None
+        _ATTENDS_AS_CALLED.add(kind)
+        return lse
 
     @full_precision
     def block(self, rows: slice, columns: slice) -> _Block:
@@ -178,6 +251,9 @@ class AttentionStatistics:
         """
         # This is the one quantity that needs all T x T logits. It is kept, because the self-only
         # backward (``diagonal``) and Value-Propagation (``weights``) of a call both need it.
+        if self._lse is None:
+            with torch.no_grad():
+                self._lse = self._saved_lse()
         if self._lse is None:
             with torch.no_grad():
                 rows = [torch.logsumexp(block.logits, -1) for block in self.row_blocks()]
@@ -232,6 +308,16 @@ class AttentionStatistics:
             logits = logits.masked_fill(self._causal.padding[:, None, None], -torch.inf)
         lse = self.lse
         return torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)), slope
+
+
+def _refuse_kernel() -> None:
+    _ATTENDS_AS_CALLED.clear()
+    raise ModelError(
+        "an attention kernel attends to other keys than its call says",
+        got="another log-sum-exp than that of the call's mask, window and documents",
+        why="values weigh later tokens by what the call says",
+        remedy="take the values, or the step, once more: weights are computed in full from here on",
+    )
 
 
 def _cap(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
@@ -307,11 +393,16 @@ def switchable_attention(
     """
     statistics = AttentionStatistics(call)
 
+    def kernel(*tensors: Tensor) -> Tensor:
+        output = native(*tensors)
+        statistics.take_saved(output)
+        return output
+
     def own(error: Tensor, output: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         return self_terms(statistics, output, value, error)
 
     inputs = (call.query, call.key, call.value)
-    return around(native, inputs, switch, own, passing=1), statistics
+    return around(kernel, inputs, switch, own, passing=1), statistics
 
 
 def _band(block: _Block, window: int | None) -> Tensor:

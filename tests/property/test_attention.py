@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -258,6 +258,7 @@ class Shapes(TorchDispatchMode):
 
 
 ALL = MASKS + STRUCTURES
+BLOCKS = attention.AttentionStatistics.row_blocks
 HARD = AttentionCase(b=2, g=2, r=3, t=7, mask="left", softcap=1.5, sinks=True, chunk=3)
 BLIND = AttentionCase(b=2, g=1, r=2, t=5, mask="blind", chunk=2, seed=3)
 HOLES = AttentionCase(b=2, g=2, r=2, t=9, mask="sliding holes", softcap=1.5, chunk=2, seed=1)
@@ -359,6 +360,44 @@ def test_log_sum_exp_and_weights(case: AttentionCase) -> None:
         raw = replace(call, softcap=None, mask=torch.zeros(1, 1, 1, 1, dtype=torch.float64))
         x = explicit_logits(raw).diagonal(dim1=2, dim2=3) / case.softcap
         close(slope.flatten(1, 2), 1 - torch.tanh(x).square(), 1.0, CONTRACTION, name="slope")
+
+
+def fused_of(call: AttentionCall, mask: Tensor) -> Any:
+    """torch's fused kernel, which keeps the log-sum-exp of each row, under this mask."""
+    repeats = call.query.shape[1] // call.key.shape[1]
+
+    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
+
+    return fused
+
+
+@given(attention_cases(softcap=None, sinks=False, d=4, v=4, t=st.integers(1, 20)), st.booleans())
+@example(replace(BLIND, d=4, v=4), True)
+def test_log_sum_exp_of_the_kernel(case: AttentionCase, as_called: bool) -> None:
+    """The one that a fused kernel kept, if it attends as the call says; else it is computed.
+
+    Proves: log sum exp of the kernel (exact), against explicit softmax.
+    """
+    call = case.call()
+    mask = dense_mask(call)
+    other = torch.ones_like(mask) if mask.dtype == torch.bool else torch.zeros_like(mask)
+    if not as_called:
+        assume(not torch.equal(other, mask))
+    kernel = fused_of(call, mask if as_called else other)
+    computed = mock.Mock(side_effect=BLOCKS)
+    blocks = mock.patch.object(attention.AttentionStatistics, "row_blocks", lambda s: computed(s))
+    with blocks_of(case.chunk), blocks:
+        _, statistics = attention.switchable_attention(call, kernel, BackwardSwitch())
+        lse = statistics.lse.flatten(1, 2)
+        own, _ = statistics.diagonal()
+    assert computed.called != as_called
+    expected, alpha = explicit_logits(call).logsumexp(-1), attention_weights(call)
+    finite = ~expected.isinf()
+    close(lse[finite], expected[finite], 1.0 + expected[finite].abs(), CONTRACTION, name="lse")
+    own_alpha = alpha.diagonal(dim1=2, dim2=3)
+    close(own.flatten(1, 2), own_alpha, 1.0 + own_alpha, CONTRACTION, name="alpha_tt")
 
 
 @given(attention_cases(), st.frozensets(st.sampled_from(["query", "key", "value", "sinks"])))

@@ -124,6 +124,8 @@ def validation_documents(items: Sequence[Any]) -> Micro:
     """The documents of a scorer's batches: of a pair the chosen one, then the rejected one."""
     documents: list[Document] = []
     for item in items:
+        if not isinstance(item, Mapping) and hasattr(item, "inputs"):  # a batch that was read
+            item = {**item.inputs, "labels": item.labels}
         if isinstance(item, Mapping):
             documents += [_content(d) for d in documents_of(item)]
             continue
