@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -146,6 +147,18 @@ class Scorer:
                 "Scorer takes a model, and not its name",
                 got=f"{type(model).__name__}: {str(model)[:80]!r}",
                 remedy="AutoModelForCausalLM.from_pretrained(NAME)",
+            )
+        if not isinstance(config, ScorerConfig):
+            raise ConfigError(
+                "config must be a ScorerConfig",
+                got=f"{type(config).__name__}: {str(config)[:80]!r}",
+                remedy="ScorerConfig('label'), or ScorerConfig(**options)",
+            )
+        if isinstance(retention, str | Path):
+            raise InputError(
+                "Scorer takes a Fisher or batches as retention, and not a name",
+                got=repr(str(retention)),
+                remedy="fit_fisher(model, prompts), FisherDrift.load(FILE), or labelled batches",
             )
         if reference is not None and config.estimator != WALK:
             raise ConfigError(

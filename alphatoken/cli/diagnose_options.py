@@ -33,7 +33,7 @@ usage: alphatoken diagnose {name} --model_name_or_path PATH --train_file FILE --
 
 _ROWS = """\
 rows
-  JSONL or Parquet rows with a prompt and a response (also: instruction/input/output,
+  JSON, CSV or Parquet rows with a prompt and a response (also: instruction/input/output,
   question/answer), or chats under "messages". Plain text: --response_column text. Retention files
   say their columns themselves: --retention_set code=mbpp.jsonl,prompt=text,response=code. Training
   rows that repeat a validation or retention row or prompt are removed and counted."""

@@ -18,7 +18,7 @@ usage: alphatoken score --model_name_or_path PATH --train_file FILE --output_dir
 
 _MORE = """\
 data
-  JSONL or Parquet rows with a prompt and a response (also: instruction/input/output,
+  JSON, CSV or Parquet rows with a prompt and a response (also: instruction/input/output,
   question/answer), or chats under "messages"; a file of any size, or a folder of such files. Chats
   go through the tokenizer's chat template; a tokenizer without one gets: start token, prompt, line
   break, response, end token. Training rows that repeat a validation row or prompt, or a prompt of

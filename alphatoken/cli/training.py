@@ -147,9 +147,10 @@ def check_output(arguments: Any) -> None:
     """Refuse an output folder with something in it, unless it is to be resumed or overwritten.
 
     Raises:
-        ConfigError: it is not empty, or a file. DataError: it cannot be written.
+        ConfigError: it is not empty, a file, or holds another command's results. DataError: it
+            cannot be written.
     """
-    from alphatoken.support.resume import require_writable
+    from alphatoken.support.resume import command_of, require_writable
 
     folder = Path(arguments.training.output_dir)
     if not _first():
@@ -165,6 +166,14 @@ def check_output(arguments: Any) -> None:
             why="two runs would be mixed in it",
             remedy="--resume to continue the run in it, --overwrite_output to start anew, or "
             "another --output_dir",
+        )
+    other = command_of(folder / "run.json")
+    if other is not None:
+        raise ConfigError(
+            "the output folder holds results of another command",
+            got=f"{folder / 'run.json'} of `alphatoken {other}`",
+            why="there is no training run to go on with, and two runs would be mixed in it",
+            remedy="another --output_dir",
         )
     require_writable(folder)
 
@@ -236,9 +245,14 @@ def _train(arguments: Any, kind: type[Any]) -> None:
         allowed = arguments.run.allow_changed or ()
         trainer.train(resume_from_checkpoint=going_on, allow_changed=allowed)
     except KeyboardInterrupt:
+        saved = any(Path(args.output_dir).glob("checkpoint-*"))
         raise KeyboardInterrupt(
-            f"{trainer.state.global_step} steps done; the same command with --resume continues "
-            f"after the last checkpoint in {args.output_dir}"
+            f"{trainer.state.global_step} steps done; the same command with --resume "
+            + (
+                f"continues after the last checkpoint in {args.output_dir}"
+                if saved
+                else f"starts again, because no checkpoint is in {args.output_dir} yet"
+            )
         ) from None
     _save(trainer, args.output_dir)
     trainer.create_model_card(

@@ -44,7 +44,10 @@ from alphatoken.model.batch import IGNORE
 from alphatoken.support.options import check_options, option, with_options_in_docstring
 
 NO_RESPONSE = "no response within the length"
-"""Reason for which a row without response tokens is left out."""
+"""Reason for which a row is left out whose response begins beyond the length."""
+
+EMPTY = "the response is empty"
+"""Reason for which a row is left out that has no response at any length."""
 
 _SKIP = "have such rows passed over (--on_bad_rows skip; not in evaluate and merge)"
 _WITHOUT = (
@@ -119,6 +122,9 @@ class EncodeReport:
     truncated_rows: int = 0
     truncated_tokens: int = 0
     skipped_empty: int = 0
+    """Rows without a response token, those of ``skipped_cut`` among them."""
+    skipped_cut: int = 0
+    """Rows whose response begins beyond the length."""
     skipped_bad: int = 0
     format: str = ""
     first_skipped: list[str] = field(default_factory=list)
@@ -185,8 +191,11 @@ def encode_rows(
             continue
         if options.on_empty == "error":
             raise _no_response(example, options.max_length)
-        report.add(EncodeReport(skipped_empty=1, first_skipped=[f"{row.place}: empty"]))
-        counts.leave_out(NO_RESPONSE if row.is_learned else UNLEARNED, row.place)
+        cut = whole.response_tokens > 0
+        reason = NO_RESPONSE if cut else EMPTY if row.is_learned else UNLEARNED
+        first = [f"{row.place}: {reason}"]
+        report.add(EncodeReport(skipped_empty=1, skipped_cut=int(cut), first_skipped=first))
+        counts.leave_out(reason, row.place)
     report.examples = len(examples)
     if survey is None and report.notes:
         counts.log()
@@ -202,7 +211,8 @@ def about_encoding(name: str, report: EncodeReport) -> list[str]:
             f"{report.truncated_rows} {rows} are longer than allowed; {report.truncated_tokens} "
             "tokens were cut off their ends."
         )
-    survey.leave_out(NO_RESPONSE, count=report.skipped_empty)
+    survey.leave_out(NO_RESPONSE, count=report.skipped_cut)
+    survey.leave_out("they have no token to learn", count=report.skipped_empty - report.skipped_cut)
     survey.leave_out("they cannot be written as tokens", count=report.skipped_bad)
     return notes + [f"{sentence}." for sentence in survey.left_out(f"{rows} left out")]
 

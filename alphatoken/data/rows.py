@@ -255,7 +255,7 @@ def missing(columns: Columns, kind: str, names: Sequence[str]) -> NoReturn:
             "the row has no prompt, and no chat of a known name",
             got=got,
             remedy=f"name the chat: --messages_column {chats[0]} (in Python "
-            f"Fields(messages={chats[0]!r}))",
+            f"Fields(messages={chats[0]!r})); or mend the row, if others have another name",
         )
     if words != kind:
         raise DataError(
@@ -364,7 +364,8 @@ def _require_answer(turns: tuple[Turn, ...], place: str, prompt_only: bool) -> t
         "the chat has no assistant turn",
         got=f"{place}: roles {', '.join(turn.role for turn in turns)}",
         why="the assistant turns are the response whose tokens are valued",
-        remedy="drop the row, or check the role names",
+        remedy="check the role names, or drop the row, or have it passed over (--on_bad_rows skip; "
+        "not in evaluate and merge)",
     )
 
 

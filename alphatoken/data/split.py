@@ -124,17 +124,19 @@ def split_pools(
     return Pools(train, validation_pool, fisher_pool, counts)
 
 
-def none_left(counts: Mapping[str, int], *, marked: bool = False) -> DataError:
+def none_left(counts: Mapping[str, int], *, marked: bool = False, cut: bool = False) -> DataError:
     """Error that no training row is left, with a remedy by the fate of the rows.
 
     Args:
         counts: of rows, by what becomes of them.
         marked: by their marks there is nothing to be learned of rows without response.
+        cut: rows without response have one, beyond the length.
     """
     remedy = "hold out fewer rows"
     if counts.get("without_response") == counts.get("rows"):
         remedy = "look at the column of responses, or name it: --response_column NAME"
         remedy = KEEP_MARKS if marked else remedy
+        remedy = "a larger --max_length: the responses begin beyond it" if cut else remedy
     elif any(counts.get(f"removed_same_as_{pool}") for pool in ("validation", "fisher")):
         remedy = "where rows share their prompt, compare whole conversations: --leak_key "
         remedy += "conversation (leak_key='conversation'); else give other held-out rows"

@@ -31,7 +31,7 @@ from alphatoken.data import (
     encode_rows,
     leak_keys,
 )
-from alphatoken.data.encode import survey_of
+from alphatoken.data.encode import NO_RESPONSE, survey_of
 from alphatoken.data.rows import UNLEARNED, Fields, Row, row_of
 from alphatoken.data.source import RowSource, each_row, find_source, source_of
 from alphatoken.data.split import check_draw, none_left, repeated_in
@@ -173,7 +173,8 @@ class Corpus:
         shown = [name for name in OUTCOMES if outcomes.counts[name] or name in always]
         counts = {"rows": self.source.rows, **{name: outcomes.counts[name] for name in shown}}
         if not outcomes.counts["train"]:
-            raise none_left(counts, marked=UNLEARNED in survey.left)
+            marked, cut = UNLEARNED in survey.left, NO_RESPONSE in survey.left
+            raise none_left(counts, marked=marked, cut=cut)
         return replace(outcomes, counts=counts)
 
 

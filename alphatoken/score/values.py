@@ -273,11 +273,20 @@ def read_values(path: str | Path) -> Iterator[ScoredExample]:
     """The scored sequences of one file, or of all files in a folder, in order, without texts.
 
     Raises:
-        DataError: a file that cannot be read, or holds something else.
+        DataError: a folder without value files, or a file that cannot be read or holds something
+            else.
     """
     path = Path(path)
     _, pq = _pyarrow_modules()
-    for part in value_files(path) if path.is_dir() else [path]:
+    parts = value_files(path) if path.is_dir() else [path]
+    if not parts:
+        raise DataError(
+            "the folder holds no value files",
+            got=f"no part-*.parquet in {path}",
+            remedy="the folder 'values' in the --output_dir of a score, or '_alphatoken/values' in "
+            "that of a training run",
+        )
+    for part in parts:
         with _readable(part), pq.ParquetFile(part) as file:
             for batch in file.iter_batches(batch_size=_ROWS):
                 columns = [column.to_numpy(zero_copy_only=False) for column in batch.columns]

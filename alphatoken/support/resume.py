@@ -25,6 +25,9 @@ SAMPLED_NUMBERS = 1024
 """Numbers of a tensor by which a resumed training run recognises it; reading all of them would take
 longer than many a step."""
 
+TRAINING_RUN = "alphatoken-run.json"
+"""What a training run writes about itself in its output folder."""
+
 _BLOCK = 1 << 20
 
 Changes = dict[str, tuple[Any, Any]]
@@ -268,10 +271,19 @@ def check_output_folder(
         overwrite: replace it.
 
     Raises:
-        ConfigError: another command's run, an earlier run and neither ``resume`` nor ``overwrite``,
-            or files of something else.
+        ConfigError: a training run, another command's, an earlier run and neither ``resume`` nor
+            ``overwrite``, or files of something else.
     """
     remedy = "another --output_dir"
+    training = run_file.parent / TRAINING_RUN
+    if training.exists():
+        raise ConfigError(
+            "the output folder holds a training run",
+            got=str(training),
+            why="results quote rows, and push_to_hub uploads all of that folder whose name does "
+            "not begin with an underscore",
+            remedy=f"give {remedy}",
+        )
     earlier = command_of(run_file)
     if earlier not in (None, command):
         raise ConfigError(

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from alphatoken.errors import ConfigError, DataError, warn_caller
 from alphatoken.support.resume import (
     SAMPLED_NUMBERS,
+    TRAINING_RUN,
     Changes,
     changed_settings,
     content_digest,
@@ -38,7 +39,7 @@ from alphatoken.support.resume import (
 from alphatoken.support.storage import flush, read_json, write_json
 
 MANIFEST = "alphatoken.json"
-RUN = "alphatoken-run.json"
+RUN = TRAINING_RUN
 """In the run's own folder: the run that its newest checkpoints belong to, with its options."""
 RESULTS = "_alphatoken"
 """In the run's own folder: token values and the page about the run. They hold the text of training

@@ -72,7 +72,7 @@ class PolicySettings:
     def __post_init__(self) -> None:
         """Check each once."""
         require_choice("policy_mode", self.mode, MODES)
-        if not 0 < self.keep_ratio <= 1:
+        if not isinstance(self.keep_ratio, (int, float)) or not 0 < self.keep_ratio <= 1:
             raise ConfigError(
                 "keep_ratio must lie in (0, 1]",
                 got=repr(self.keep_ratio),

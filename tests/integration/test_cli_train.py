@@ -525,6 +525,24 @@ def test_a_run_in_this_process(model: Path, tmp_path: Path, in_process: Callable
     assert "3 steps trained" in in_process(*longer, "--allow_changed", "max_steps").out
 
 
+def test_an_interruption_before_the_first_checkpoint_says_that_there_is_none(
+    model: Path, tmp_path: Path, in_process: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AlphaSFTTrainer, "train", interrupted)
+    file = jsonl(tmp_path / "train.jsonl", rows(20))
+    words = [
+        "sft", "--model_name_or_path", model, "--train_file", file, "--output_dir", "out",
+        "--use_cpu", "--bf16", "false", "--report_to", "none", "--validation_rows", "4",
+    ]  # fmt: skip
+    said = in_process(*words, status=130).err
+    assert (
+        "0 steps done; the same command with --resume starts again, because no checkpoint" in said
+    )
+
+
 def test_a_template_of_trl_has_a_bare_name_on_the_command_line_too() -> None:
     words = ["--model_name_or_path", "m", "--output_dir", "o", "--chat_template_path"]
     given = read_arguments("sft", [*words, "llama3_training.jinja"], AlphaSFTConfig)

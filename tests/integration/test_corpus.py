@@ -137,7 +137,7 @@ def test_bad_rows_are_named_and_the_rest_goes_on(
         main(["score", *flags(files | {"out": out, "on_bad_rows": "skip", "shard_size": 8})]) == 0
     )
     said = capsys.readouterr().err
-    assert said.count("response within the length") == 1
+    assert said.count("the response is empty") == 1
     assert "Scoring (9 rows are left out): 29/29" in said
     bad_rows = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
     assert [row["place"] for row in bad_rows] == [
@@ -154,11 +154,21 @@ def test_bad_rows_are_named_and_the_rest_goes_on(
     assert rows == [n for n in range(25) if n not in (5, 10, 11, 23, 24)]
 
 
+def test_a_length_that_no_response_reaches_is_named(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.score(tmp_path / "out", "--max_length", "2") == 2
+    assert "a larger --max_length: the responses begin beyond it" in capsys.readouterr().err
+
+
 def test_notes_say_each_number_with_its_noun() -> None:
-    report = EncodeReport(truncated_rows=8, truncated_tokens=1058, skipped_empty=2, skipped_bad=3)
+    report = EncodeReport(
+        truncated_rows=8, truncated_tokens=1058, skipped_empty=3, skipped_cut=2, skipped_bad=3
+    )
     assert about_encoding("train", report) == [
         "8 training rows are longer than allowed; 1058 tokens were cut off their ends.",
         "2 training rows left out: no response within the length.",
+        "1 training rows left out: they have no token to learn.",
         "3 training rows left out: they cannot be written as tokens.",
     ]
     assert about_encoding("validation", EncodeReport()) == []

@@ -37,6 +37,7 @@ from alphatoken.data import (
 )
 from alphatoken.data.split import none_left
 from alphatoken.data.stdlib import code_rows, text_rows
+from alphatoken.data.survey import Survey
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.train import AlphaDPOConfig, AlphaSFTConfig
 from tests.integration.small_world import make_tokenizer
@@ -141,7 +142,10 @@ PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
         ('{"title": "p"}\n', r"no prompt field.*'title'.*--prompt_column"),
         ('{"prompt": 3, "response": "r"}\n', r"'prompt' is neither text.*line 1: int"),
         ('{"messages": []}\n', r"not a list of messages"),
-        ('{"messages": [{"role": "user", "content": "u"}]}\n', r"no assistant turn.*line 1"),
+        (
+            '{"messages": [{"role": "user", "content": "u"}]}\n',
+            r"no assistant turn.*line 1.*on_bad_rows",
+        ),
         ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n', r"not text"),
     ],
 )
@@ -244,7 +248,17 @@ def test_empty_response_is_an_error_or_counted(template: str | None) -> None:
         encode_rows(rows, tokenizer)
     examples, report = encode_rows(rows, tokenizer, EncodeOptions(on_empty="skip"))
     assert (len(examples), report.examples, report.skipped_empty) == (1, 1, 1)
-    assert report.first_skipped == ["x.jsonl, line 1: empty"]
+    assert report.first_skipped == ["x.jsonl, line 1: the response is empty"]
+    assert report.skipped_cut == 0
+
+
+def test_a_response_beyond_the_length_is_no_empty_one() -> None:
+    """Of both an empty one is found too where the prompt alone is too long."""
+    survey, rows = Survey("rows"), [chat("q" * 9, "a"), chat("q" * 9, "")]
+    how = EncodeOptions(max_length=5, on_empty="skip")
+    _, report = encode_rows(rows, byte_tokenizer(start=True), how, survey)
+    assert (report.skipped_empty, report.skipped_cut) == (2, 1)
+    assert [*survey.left] == ["no response within the length", "the response is empty"]
 
 
 def test_long_rows_are_cut_and_counted() -> None:
@@ -350,6 +364,8 @@ def test_pools_that_cannot_be_made() -> None:
         split_pools(data, validation=data)
     with pytest.raises(DataError, match="--response_column"):
         raise none_left({"rows": 16, "without_response": 16, "train": 0})
+    with pytest.raises(DataError, match="a larger --max_length"):
+        raise none_left({"rows": 16, "without_response": 16, "train": 0}, cut=True)
 
 
 # --- padding --------------------------------------------------------------------------------------

@@ -275,7 +275,7 @@ def test_rows_are_kept_apart_and_counted(
         "heatmap", tmp_path / "out", *world.retention[:2],
         train=tmp_path / "mixed.jsonl", retention_rows=6, tokens=20,
     )  # fmt: skip
-    said = "note: 1 training rows left out: no response within the length."
+    said = "note: 1 training rows left out: they have no token to learn."
     assert main([word for word in words if word != "--quiet"]) == 0
     assert said in capsys.readouterr().err
     assert main([*words, "--overwrite_output"]) == 0
@@ -361,12 +361,15 @@ def test_a_folder_that_cannot_be_written_is_refused_first(
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "foreign" / "coverage").mkdir(parents=True)
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "alphatoken-run.json").write_text("{}")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "run.json").write_text("{}")
     missing = str(tmp_path / "no model")  # whoever loads it first says so
     for folder, more, cause in (
         ("file/out", (), "the output folder cannot be written"),
         ("foreign", (), "holds something else"),
+        ("trained", (), "holds a training run"),
         ("old", (), "holds an earlier run"),
         ("old", ("--resume",), "the earlier run cannot be read"),
     ):

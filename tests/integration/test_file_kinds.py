@@ -181,7 +181,9 @@ def test_an_object_around_the_rows_is_refused_and_the_remedy_writes_them(
 def test_a_chat_alone_is_a_row_whatever_its_column_is_called(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     (tmp_path / "one.json").write_text(json.dumps({"dialogue": chat}, indent=1))
-    with pytest.raises(DataError, match="name the chat: --messages_column dialogue"):
+    with pytest.raises(
+        DataError, match="name the chat: --messages_column dialogue.*or mend the row"
+    ):
         read_rows(tmp_path / "one.json")
     (row,) = read_rows(tmp_path / "one.json", fields=Fields(messages="dialogue"))
     assert row.response == "Ho"

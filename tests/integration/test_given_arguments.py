@@ -64,6 +64,11 @@ def test_arguments_of_another_trainer_are_refused(tmp_path: Path) -> None:
             trainer(kind, wrong)
 
 
+def test_a_ratio_in_quotes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"keep_ratio must lie in \(0, 1\].*'0.3'"):
+        AlphaSFTConfig(str(tmp_path), keep_ratio="0.3")  # type: ignore[arg-type]
+
+
 # --- parsers of command lines -------------------------------------------------------------------
 
 WORDS = {
@@ -206,5 +211,9 @@ def test_scorers_say_what_they_take() -> None:
     batch = {"input_ids": ids, "labels": ids}
     with pytest.raises(InputError, match="takes a model, and not its name.*'folder'.*from_pret"):
         Scorer("folder", batch)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="config must be a ScorerConfig.*dict: \"{'estimator'"):
+        Scorer(model(), batch, config={"estimator": "label"})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="as retention, and not a name.*'diagonal'.*fit_fisher"):
+        Scorer(model(), batch, retention="diagonal")
     with pytest.raises(ModelError, match="no head that predicts.*AutoModelForCausalLM"):
         Scorer(LlamaForSequenceClassification(model().config), batch)

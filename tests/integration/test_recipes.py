@@ -296,7 +296,7 @@ def test_a_run_has_the_processes_that_it_is_meant_for(
         (["--config", "magicoder-llama", "--keep_ration", "0.5"], "did you mean keep_ratio"),
         (["--config", "magicoder-llama", "--keep_ratio", "much"], "invalid float value"),
         (["--config", "magicoder-llama", "--keep_ratio", "0"], "ratio must lie in (0, 1]"),
-        (["--config", "magicoder-llama", "--policy", "best"], "there is no such policy"),
+        (["--config", "magicoder-llama", "--policy", "best"], "`pip install ./lab` in a clone"),
         (["--model_name_or_path", "m", "--learning_rate"], "expected one argument"),
         (["--model_name_or_path", "m", "stray"], "belongs to no option"),
         ([], "no model is named"),

@@ -149,6 +149,15 @@ def test_value_files_come_back_bit_for_bit(tmp_path: Path, split: bool) -> None:
         assert np.array_equal(before.response, after.response)
 
 
+def test_a_folder_without_value_files_is_not_read_as_an_empty_one(tmp_path: Path) -> None:
+    """As the output folder of a score is, whose value files are in a folder of it."""
+    (tmp_path / "values").mkdir()
+    write_values(tmp_path / "values" / "part-00000.parquet", [example(0, ("a", "b"), seed=1)])
+    with pytest.raises(DataError, match="holds no value files.*the folder 'values' in"):
+        list(read_values(tmp_path))
+    assert len(list(read_values(tmp_path / "values"))) == 1
+
+
 # --- the page as text -----------------------------------------------------------------------------
 
 

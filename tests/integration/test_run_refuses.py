@@ -23,6 +23,7 @@ from trl import SFTTrainer
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError, InputError
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.distributed import layout, needs_own_forward, refused_layouts, sharding_of
+from alphatoken.train.manifest import RUN
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policies.builtin import Standard
 from alphatoken.train.refusals import refused_runs
@@ -53,6 +54,12 @@ COMMANDS: dict[str, tuple[str, list[str], str]] = {
         "sft", ["--chat_template_path", "no.jinja"], "chat_template_path does not exist"
     ),
     "a full folder": ("sft", ["--output_dir", "full"], "output folder is not empty"),
+    "a folder of values": (
+        "sft", ["--output_dir", "scored", "--resume"], "run.json of `alphatoken score`"
+    ),
+    "the same, to be overwritten": (
+        "dpo", ["--output_dir", "scored", "--overwrite_output"], "results of another command"
+    ),
     "a file for a folder": ("sft", ["--output_dir", "rows.jsonl"], "output_dir is a file"),
     "two sources": ("sft", ["--dataset_name", "a/b"], "train_file and dataset_name"),
     "a stream": ("sft", ["--dataset_streaming"], "dataset_streaming"),
@@ -83,6 +90,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "full" / "notes.txt").write_text("mine")
     (place / "earlier").mkdir()
     (place / "earlier" / "run.json").write_text("{}")
+    (place / "scored").mkdir()
+    (place / "scored" / "run.json").write_text('{"command": "score"}')
+    (place / "trained").mkdir()
+    (place / "trained" / RUN).write_text("{}")
     return place
 
 
@@ -136,6 +147,7 @@ def nothing_loaded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("fisher", "pairs.jsonl", "is there already"),
         ("merge", "pairs.jsonl", "exists"),
         ("score", "earlier", "holds an earlier run"),
+        ("score", "trained", "holds a training run"),
     ],
 )
 def test_nothing_is_overwritten_unasked(

@@ -110,7 +110,7 @@ def find_policy(name: str) -> type[TokenPolicy]:
             why="published methods are in the package alphatoken-lab",
             remedy=(f"did you mean {close[0]}? " if close else "")
             + f"known: {', '.join(names)}; or module:Class; "
-            'pip install "alphatoken[lab]" brings the methods that people compare with',
+            "`pip install ./lab` in a clone brings the methods that people compare with",
         )
     module, _, attribute = target.partition(":")
     try:
