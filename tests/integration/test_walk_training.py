@@ -102,9 +102,9 @@ def test_values_of_a_run_are_losses_less_those_of_a_trained_copy(
 def _walked(kind: str, model: Any, rows: list[Any], adamw: Any) -> Any:
     if kind != "dpo":
         batches = [
-        {**{k: row.inputs[k] for k in ("input_ids", "attention_mask")}, "labels": row.labels}
-        for row in rows
-    ]
+            {**{k: row.inputs[k] for k in ("input_ids", "attention_mask")}, "labels": row.labels}
+            for row in rows
+        ]
         return oracle.walked(model, forward_of, batches, 3, adamw)
     from alphatoken.oracle import composite
 
