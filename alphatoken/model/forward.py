@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -102,7 +102,10 @@ def is_wrapper(model: nn.Module) -> bool:
     return type(model).__module__.startswith("torch._dynamo")  # not imported, which takes seconds
 
 
-_DRAWS = ("drop", "jitter", "noise")
+@cache
+def _sounds_random(attribute: str) -> bool:
+    """True if a number of this name may be a rate of random draws."""
+    return any(word in attribute.lower() for word in ("drop", "jitter", "noise"))
 
 
 def draws(model: nn.Module) -> bool:
@@ -113,7 +116,7 @@ def draws(model: nn.Module) -> bool:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True
         # Dropout, jitter of a router and noise on embeddings that are numbers of a module.
-        rates = (v for k, v in vars(module).items() if any(word in k.lower() for word in _DRAWS))
+        rates = (v for k, v in vars(module).items() if _sounds_random(k))
         if any(_positive(rate) for rate in rates):
             return True
     return False
