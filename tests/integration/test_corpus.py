@@ -78,7 +78,7 @@ def test_every_source_is_read_from_any_row(kind: str, tmp_path: Path) -> None:
         places = [place for place, _ in read_records(path)]
         assert [one.place for one in source.read()] == places
     assert source.limited(5).rows == 5
-    assert source.limited(5).sha256 != source.sha256
+    assert len({one.sha256 for one in (source, source.limited(5), source.limited(6))}) == 3
     assert source.limited(900) is source
     other = write(tmp_path / f"other{Path(name).suffix}", [*ROWS[:-1], ROWS[0]])
     assert find_source(other).sha256 != source.sha256

@@ -136,6 +136,7 @@ def test_value_files_come_back_bit_for_bit(tmp_path: Path, split: bool) -> None:
     written = [
         example(3, HOSTILE, seed=1, split=split),
         example(9, ("a", "b"), seed=2, split=split),
+        replace(example(12, ("c", "d"), seed=4, split=split), derivative="central", error=1e-3),
     ]
     write_values(tmp_path / "part-00000.parquet", written)
     assert [p.name for p in value_files(tmp_path)] == ["part-00000.parquet"]
@@ -147,6 +148,7 @@ def test_value_files_come_back_bit_for_bit(tmp_path: Path, split: bool) -> None:
             assert np.array_equal(values, after.values[key])
         assert np.array_equal(before.kept, after.kept)
         assert np.array_equal(before.response, after.response)
+        assert (before.derivative, before.error) == (after.derivative, after.error)
 
 
 # --- the page as text -----------------------------------------------------------------------------

@@ -172,8 +172,9 @@ def test_values_by_batch(setup: Setup, estimator: str) -> None:
     close(found.adaptation, mean, size, MODEL, name=f"{estimator}, mean")
 
 
-@given(setups(validations=st.sampled_from(SEVERAL)), st.booleans())
-@budget(0.1)
+@pytest.mark.parametrize("retained", [False, True])
+@given(setup=setups(validations=st.sampled_from(SEVERAL)))
+@budget(0.05, least=2)
 def test_standard_errors_of_a_full_step(setup: Setup, retained: bool) -> None:
     """P of the step scales the part of each validation batch as it scales their sum.
 
@@ -181,8 +182,8 @@ def test_standard_errors_of_a_full_step(setup: Setup, retained: bool) -> None:
     batch alone.
     """
     model, optimizer = stepped(setup, 2, "AdamW")
-    options = {"model": model, "optimizer": optimizer, "preconditioner": "full"}
-    options |= {"retention": retained}
+    options = {"model": model, "optimizer": optimizer, "retention": retained}
+    options |= {"preconditioner": "full", "precondition_after": 1}
     plain = make_scorer(setup, "path", **options)
     scorer = make_scorer(setup, "path", standard_errors=True, **options)
     expected = quiet_score(plain, setup.case.batch)

@@ -175,8 +175,10 @@ def test_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retention
     assert sorted(sharding.gathered) == sorted(2 * list(scorer.parameters))  # once a side
 
 
-@given(setups(), st.sampled_from(["diagonal", "kronecker"]), st.booleans())
-@budget(0.3)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+@given(setup=setups())
+@budget(0.05, least=2)
 def test_drift_is_that_of_the_weights_that_the_optimizer_keeps(
     setup: Setup, structure: str, sharded: bool
 ) -> None:
