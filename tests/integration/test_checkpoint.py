@@ -511,6 +511,13 @@ def test_a_step_in_smaller_parts_is_the_same_step(run: Run) -> None:
     assert max(float((whole[n] - parts[n]).abs().max()) for n in whole) < 1e-4
 
 
+def test_another_number_of_processes_is_never_allowed() -> None:
+    """Each has a part of the random state and of the statistics."""
+    before, now = ({"processes": n, "options": {"seed": n, "tf32": n}} for n in (2, 1))
+    changes, rounding = manifest.split_changes(before, now, ("processes", "seed"))
+    assert (changes, rounding) == ({"processes": (2, 1)}, {"tf32": (2, 1)})
+
+
 def test_what_has_changed_is_named_and_harmless_options_are_free(run: Run) -> None:
     other = replace(run, options={"seed": 4, "max_grad_norm": 2.0}).trainer()
     with pytest.raises(ConfigError, match="max_grad_norm: 1.0 then, 2.0 now; seed: 3 then, 4 now"):

@@ -216,12 +216,16 @@ def test_a_selection_over_all_keeps_the_best_and_the_files_types(
     import pyarrow.parquet as pq
 
     types = set()
-    for scope in ("batch", "dataset"):
+    for scope in ("batch", "sequence", "dataset"):
         small = {"limit": 9, "ratio": 0.3}
         assert world.score(tmp_path / scope, "--no_report", scope=scope, **small) == 0
         schema = pq.read_schema(value_files(tmp_path / scope / "values")[0])
         types.add(str(schema.field("value").type))
     assert types == {"list<element: float>"}
+    for one in load(tmp_path / "sequence"):
+        own, chosen = one.values["total"][one.response], one.kept[one.response]
+        assert chosen.sum() == -(-3 * own.size // 10)
+        assert own[chosen].min() >= own[~chosen].max()
     scored = load(tmp_path / "dataset")
     totals = np.concatenate([e.values["total"][e.response] for e in scored])
     kept = np.concatenate([e.kept[e.response] for e in scored])
