@@ -161,8 +161,11 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
         ({"preconditioner": "fisher"}, "preconditioner"),
         ({"value_unit": "row"}, "value_unit"),
         ({"value_unit": "response", "policy": "random"}, "whole responses"),
-        ({"value_unit": "response", "packing": True}, "Got: packing"),
-        ({"value_unit": "response", "padding_free": True}, "Got: padding_free"),
+        ({"value_unit": "response", "packing": True}, "Got: packing.*without packing"),
+        (
+            {"value_unit": "response", "padding_free": True},
+            "Got: padding_free.*without .*padding_free",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
