@@ -1040,6 +1040,9 @@ def test_the_certificate_allows_the_stated_error_and_no_more(
         assert certificate.passed, str(certificate)
         assert f"by differences ({form})" in str(certificate)
         assert certificate.derivative == form
+        least = min(check.tolerance for check in certificate.checks)
+        wider = {check.component for check in certificate.checks if check.tolerance > least}
+        assert wider == {"total", "adaptation", "stability"}, "the direction is no difference"
         exact = Differences.values
 
         def wrong(*arguments: Any, **options: Any) -> DirectionalDerivative:
