@@ -110,6 +110,34 @@ def test_label_values_after_the_training_backward_are_those_before_it(checkpoint
     assert torch.equal(after.total, before.total)
 
 
+@pytest.mark.parametrize(
+    ("name", "estimator", "parameters"),
+    [
+        ("llama", "alphatoken", "linears"),
+        ("mixtral", "path", "linears,experts"),
+        ("qwen3_5", "alphatoken", "linears"),
+    ],
+)
+def test_blocks_that_run_anew_in_a_backward_have_the_values_of_others(
+    name: str, estimator: str, parameters: str
+) -> None:
+    """Also those of a later call, and the training step is the same."""
+    made = [BY_NAME[name].build(1).train() for _ in range(2)]
+    for block in made[1].model.layers:
+        run_anew_in_the_backward(block)
+    totals = []
+    for model in made:
+        scorer = scorer_for(model, estimator, parameters=parameters)
+        scored = scorer.score(BATCH).total
+        with scorer.observe() as observed:
+            logits = model(**inputs()).logits
+            values = [observed.values(logits, BATCH["labels"]) for _ in range(2)]
+            masked_sft_loss(logits, BATCH["labels"], values[0].mask).backward()
+        totals.append([scored, *(one.total for one in values)])
+    assert [x.tolist() for x in totals[0]] == [x.tolist() for x in totals[1]]
+    assert gradients(made[0]) == gradients(made[1])
+
+
 @pytest.mark.parametrize("estimator", ["alphatoken", "label"])
 def test_autocast(estimator: str) -> None:
     """bf16 arithmetic on float32 weights: float32 values, untouched gradients."""
