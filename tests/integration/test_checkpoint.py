@@ -511,6 +511,13 @@ def test_a_step_in_smaller_parts_is_the_same_step(run: Run) -> None:
     assert max(float((whole[n] - parts[n]).abs().max()) for n in whole) < 1e-4
 
 
+def test_an_option_that_only_one_run_has_is_a_change() -> None:
+    """As where another version of a library has more of them."""
+    before, now = {"options": {"a": 1, "b": 2}}, {"options": {"a": 1, "c": 3}, "processes": 1}
+    changes, _ = manifest.split_changes(before, now)
+    assert changes == {"b": (2, None), "c": (None, 3), "processes": (None, 1)}
+
+
 def test_another_number_of_processes_is_never_allowed() -> None:
     """Each has a part of the random state and of the statistics."""
     before, now = ({"processes": n, "options": {"seed": n, "tf32": n}} for n in (2, 1))
