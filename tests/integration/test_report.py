@@ -151,6 +151,12 @@ def test_value_files_come_back_bit_for_bit(tmp_path: Path, split: bool) -> None:
         assert (before.derivative, before.error) == (after.derivative, after.error)
 
 
+def test_files_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for number in (7, 0, 11, 3, 10, 1, 9, 4, 2, 8, 6, 5):
+        write_values(tmp_path / f"part-{number:05d}.parquet", [example(number, ("a", "b"), seed=1)])
+    assert [one.row for one in read_values(tmp_path)] == list(range(12))
+
+
 # --- the page as text -----------------------------------------------------------------------------
 
 
