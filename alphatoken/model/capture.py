@@ -221,8 +221,9 @@ class Recorder:
 
     def on_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Count a decoder block before it runs."""
-        # The decoder by itself was called, not the model. A backward runs checkpointed blocks anew.
-        if self.begun is None or (self.begun.returned and torch._C._current_graph_task_id() == -1):
+        if _inside_backward():
+            return
+        if self.begun is None or self.begun.returned:  # the decoder by itself was called
             self.begun = ObservedForward()
             if torch.is_grad_enabled():
                 self._keep()
@@ -236,7 +237,7 @@ class Recorder:
         Raises:
             ModelError: the linear was not called once on every position of the batch.
         """
-        if not isinstance(s, Tensor) or not args or not s.requires_grad:
+        if not isinstance(s, Tensor) or not args or not s.requires_grad or _inside_backward():
             return None
         if not self.capturing:
             # Nothing is asked of it but where scores come from. A backward runs checkpointed
@@ -281,7 +282,7 @@ class Recorder:
             ModelError: the mixture was not given every position of the batch once.
         """
         tensor = self.tensors.get((module, parameter))
-        if tensor is None or not s.requires_grad:
+        if tensor is None or not s.requires_grad or _inside_backward():
             return s
         shape = self._positions(tensor.name, s.shape[:1])
         self._keep()
@@ -313,9 +314,12 @@ class Recorder:
         if not self._joins(tensors, cached=cached):
             return native(*tensors)
         output, statistics = switchable_attention(call, native, self.switch)
-        self.attentions.append(
-            AttentionUse(call.module, call.value, output, statistics, call.dropout, self.execution)
-        )
+        if not _inside_backward():
+            self.attentions.append(
+                AttentionUse(
+                    call.module, call.value, output, statistics, call.dropout, self.execution
+                )
+            )
         return output
 
     def on_convolution(self, call: ConvolutionCall, native: NativeConvolution) -> Tensor:
@@ -337,7 +341,7 @@ class Recorder:
         if not self._joins(tensors, cached=call.cached, complete=convolved or call.cached):
             return native(*tensors)
         output, statistics = switchable_delta_rule(call, native, self.switch)
-        if convolution is not None:
+        if convolution is not None and not _inside_backward():
             self.attentions.append(
                 DeltaUse(call.module, *convolution, call.value, output, statistics, self.execution)
             )
@@ -356,6 +360,14 @@ class Recorder:
 def _in_graph(tensors: Sequence[Tensor | None]) -> bool:
     """True if a backward comes to what is made of these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _inside_backward() -> bool:
+    """True in a forward that a backward runs, as that of a block which its user checkpoints.
+
+    It goes through the same nodes as the first one, whose uses are the ones that are kept.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager

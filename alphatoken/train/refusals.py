@@ -64,7 +64,7 @@ def contradictions(args: Any) -> Iterator[ConfigError]:
         yield ConfigError(
             "value_unit='response' ranks whole responses, one a row, of a batch or a step",
             got=", ".join(obstacles),
-            remedy="policy='top' without packing, or value_unit='token'",
+            remedy="policy='top' without packing or padding_free, or value_unit='token'",
         )
 
 

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alphatoken.train.policy import Needs, PolicyBatch, PolicyStage, TokenPolicy
+from alphatoken.train.policy import (
+    Needs,
+    PolicyBatch,
+    PolicySettings,
+    PolicyStage,
+    TokenPolicy,
+)
 
 
 class Surprising(TokenPolicy):
@@ -31,6 +37,23 @@ class Valuable(TokenPolicy):
         assert batch.values is not None
         assert batch.attention is not None
         return batch.values
+
+
+class ValuedIfAsked(TokenPolicy):
+    """Tokens by their value, where its option asks for values; else by their ids."""
+
+    name = "valued-if-asked"
+
+    def __init__(self, settings: PolicySettings | None = None, *, valued: bool = False) -> None:
+        super().__init__(settings)
+        self.valued = valued
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return Needs(values=self.valued)
+
+    def scores(self, batch: PolicyBatch) -> Tensor:
+        return batch.labels.float() if batch.values is None else batch.values
 
 
 class EvenIds(TokenPolicy):

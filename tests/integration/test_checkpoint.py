@@ -221,6 +221,17 @@ def test_what_a_kill_leaves_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     same(*found)
 
 
+def test_a_direction_that_outlasts_a_save_is_built_anew_by_both_runs(tmp_path: Path) -> None:
+    """A checkpoint holds none: the run that goes on without a break builds one after it too."""
+    options = {"direction_steps": 3, "max_steps": 4, "save_steps": 2, "retention": "none"}
+    more = {"held_out_steps": 0, "validation_mode": "pool"}
+    run = Run("sft", tmp_path / "whole", options={**options, **more})
+    whole, again = resumed(run)
+    same(tiny.weights(whole.model), tiny.weights(again.model))
+    assert tiny.losses(whole) == tiny.losses(again)
+    same(whole.ledger.state_tensors(), again.ledger.state_tensors())
+
+
 # --- what moves beside the model ------------------------------------------------------------------
 
 
@@ -498,6 +509,20 @@ def test_a_step_in_smaller_parts_is_the_same_step(run: Run) -> None:
         trainer.train(resume_from_checkpoint=start, allow_changed=list(smaller))
     parts = load_file(run.out / "checkpoint-8" / "model.safetensors")
     assert max(float((whole[n] - parts[n]).abs().max()) for n in whole) < 1e-4
+
+
+def test_an_option_that_only_one_run_has_is_a_change() -> None:
+    """As where another version of a library has more of them."""
+    before, now = {"options": {"a": 1, "b": 2}}, {"options": {"a": 1, "c": 3}, "processes": 1}
+    changes, _ = manifest.split_changes(before, now)
+    assert changes == {"b": (2, None), "c": (None, 3), "processes": (None, 1)}
+
+
+def test_another_number_of_processes_is_never_allowed() -> None:
+    """Each has a part of the random state and of the statistics."""
+    before, now = ({"processes": n, "options": {"seed": n, "tf32": n}} for n in (2, 1))
+    changes, rounding = manifest.split_changes(before, now, ("processes", "seed"))
+    assert (changes, rounding) == ({"processes": (2, 1)}, {"tf32": (2, 1)})
 
 
 def test_what_has_changed_is_named_and_harmless_options_are_free(run: Run) -> None:

@@ -324,6 +324,7 @@ def test_resume_refuses_another_run(
     other = write_rows(tmp_path / "other.jsonl", 6, seed=77)
     for changed, named in (
         ({"ratio": 0.4}, "keep_ratio"),
+        ({"leak_key": "conversation"}, "leak_key"),
         ({"model": world / "reference"}, "model_name_or_path, model_sha256"),
         ({"train": other}, "train_file, train_sha256"),
         ({"limit": 1}, "train_sha256"),

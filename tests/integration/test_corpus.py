@@ -78,7 +78,7 @@ def test_every_source_is_read_from_any_row(kind: str, tmp_path: Path) -> None:
         places = [place for place, _ in read_records(path)]
         assert [one.place for one in source.read()] == places
     assert source.limited(5).rows == 5
-    assert source.limited(5).sha256 != source.sha256
+    assert len({one.sha256 for one in (source, source.limited(5), source.limited(6))}) == 3
     assert source.limited(900) is source
     other = write(tmp_path / f"other{Path(name).suffix}", [*ROWS[:-1], ROWS[0]])
     assert find_source(other).sha256 != source.sha256
@@ -226,12 +226,16 @@ def test_a_selection_over_all_keeps_the_best_and_the_files_types(
     import pyarrow.parquet as pq
 
     types = set()
-    for scope in ("batch", "dataset"):
+    for scope in ("batch", "sequence", "dataset"):
         small = {"limit": 9, "ratio": 0.3}
         assert world.score(tmp_path / scope, "--no_report", scope=scope, **small) == 0
         schema = pq.read_schema(value_files(tmp_path / scope / "values")[0])
         types.add(str(schema.field("value").type))
     assert types == {"list<element: float>"}
+    for one in load(tmp_path / "sequence"):
+        own, chosen = one.values["total"][one.response], one.kept[one.response]
+        assert chosen.sum() == -(-3 * own.size // 10)
+        assert own[chosen].min() >= own[~chosen].max()
     scored = load(tmp_path / "dataset")
     totals = np.concatenate([e.values["total"][e.response] for e in scored])
     kept = np.concatenate([e.kept[e.response] for e in scored])

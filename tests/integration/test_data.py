@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,14 @@ def test_chat_template_labels_exactly_the_assistant_turns() -> None:
     assert encode_row(trailing, tokenizer) == encode_row(row, tokenizer)
 
 
+def test_the_last_turn_is_no_earlier_one_where_it_is_not_to_be_learned() -> None:
+    said = chat("a", "b", "c", "d").turns
+    row = Row(0, "x", (*said[:-1], replace(said[-1], learned=False)))
+    for tokenizer in (byte_tokenizer(), byte_tokenizer(CHATML)):
+        assert len(labelled_text(tokenizer, row)) == 1
+        assert labelled_text(tokenizer, row, EncodeOptions(turns="last")) == []
+
+
 def test_generation_marks_are_used_where_a_template_has_them() -> None:
     marked = CHATML.replace("<|im_end|>\n", "<|im_end|>{{ '\\n' }}").replace(
         "{{ m.content }}<|im_end|>",
@@ -352,6 +361,9 @@ def test_leaks_are_found_after_normalising_and_removed() -> None:
     assert pools.counts["fisher_removed_same_as_validation"] == 1
     fisher_keys = {key for row in fisher for key in leak_keys(row)}
     assert split_pools(data, validation=validation, fisher_keys=fisher_keys).train == pools.train
+    # Rows may share their prompt where wholes are compared: prompts of the Fisher too.
+    wholes = {"validation": validation, "fisher": fisher, "leak_key": "conversation"}
+    assert [row.index for row in split_pools(data, **wholes).fisher] == [0, 1]
 
 
 def test_pools_that_cannot_be_made() -> None:

@@ -77,6 +77,31 @@ def test_one_process_ranks_its_micro_batches_together(values: Any, kept: Any) ->
     assert all(one.dtype == torch.float32 for one in weights)
 
 
+class Dealt(Ranks):
+    """One of several processes, to which the others have sent their values."""
+
+    def __init__(self, rank: int, of_ranks: list[list[Tensor]]) -> None:
+        super().__init__()
+        self.rank, self.world, self.of_ranks = rank, len(of_ranks), of_ranks
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        assert [x.tolist() for x in item] == [x.tolist() for x in self.of_ranks[self.rank]]
+        return self.of_ranks
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=7), st.integers(1, 3))
+def test_processes_rank_in_the_order_of_one(batches: list[list[int]], world: int) -> None:
+    """Batches are dealt like cards, and ties fall as where one process has all of them."""
+    rows = [torch.tensor([own], dtype=torch.float64).view(1, -1) for own in batches]
+    masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    expected = global_selection(Ranks(), rows, masks, keep_half)
+    of_ranks = [[row[0] for row in rows[rank::world]] for rank in range(world)]
+    for rank in range(world):
+        own = slice(rank, None, world)
+        weights = global_selection(Dealt(rank, of_ranks), rows[own], masks[own], keep_half)
+        assert [one.tolist() for one in weights] == [one.tolist() for one in expected[own]]
+
+
 def test_one_process_communicates_nothing() -> None:
     ranks = Ranks()
     sums = {"w": torch.ones(2)}

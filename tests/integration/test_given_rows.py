@@ -407,6 +407,27 @@ def test_a_prompt_beside_whole_conversations_is_read_once(
     assert pair_of(rows[0], 0, "here").row == pair_of({"prompt": TURNS, **said}, 0, "here").row
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_system_text_before_the_prompt_is_read_once(repeated: bool) -> None:
+    """Also where both conversations begin with it."""
+    prompt = [_said("system", "be brief"), TURNS[0]]
+    head = prompt if repeated else prompt[1:]
+    pair = {k: [*head, _said("assistant", k)] for k in ("chosen", "rejected")}
+    found = pair_of({"prompt": prompt, **pair}, 0, "here")
+    assert [turn.role for turn in found.prompt] == ["system", "user"]
+    assert [[turn.text for turn in side] for side in (found.chosen, found.rejected)] == [
+        ["chosen"], ["rejected"],
+    ]  # fmt: skip
+
+
+def test_two_conversations_that_agree_keep_their_responses() -> None:
+    """The last turn of the shorter one is a response, so that the pair is refused as what it is."""
+    for more in ([], TURNS[2:3]):
+        found = pair_of({"chosen": TURNS[:2], "rejected": [*TURNS[:2], *more]}, 0, "here")
+        assert [turn.text for turn in found.prompt] == [TURNS[0]["content"]]
+        assert [len(side) for side in (found.chosen, found.rejected)] == [1, 1 + len(more)]
+
+
 def test_a_text_beside_messages_is_a_message() -> None:
     clean = {"prompt": TURNS[:1], "completion": [ANSWER]}
     for own in ({"prompt": "1+1"}, {"completion": "2"}, {"completion": TURNS[:2]}):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from alphatoken import Scorer, ScorerConfig, TokenValues, masked_sft_loss, select_top
 from alphatoken.errors import ModelError, UnsupportedError
@@ -83,16 +84,58 @@ def same_gradients(actual: nn.Module, expected: nn.Module, share: float) -> None
             close(error, 0.0, b.grad.double().norm(), share, name=name)
 
 
-def test_label_values_after_the_training_backward_are_those_before_it() -> None:
+def run_anew_in_the_backward(block: nn.Module) -> None:
+    """Checkpoint a block in a way that no adapter knows of, and so pauses."""
+    kind: Any = type(block)
+
+    class Checkpointed(kind):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+
+    block.__class__ = Checkpointed
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_label_values_after_the_training_backward_are_those_before_it(checkpointed: bool) -> None:
     """They take numbers of the observed forward, whose graph is gone by then."""
     model = BY_NAME["llama"].build(1).train()
     scorer = scorer_for(model, "label")
     before, _ = observe(scorer, model)
+    for block in model.model.layers if checkpointed else ():
+        run_anew_in_the_backward(block)
     with scorer.observe() as observed:
         logits = model(**inputs()).logits
         masked_sft_loss(logits, BATCH["labels"], before.mask).backward()
         after = observed.values(logits, BATCH["labels"])
     assert torch.equal(after.total, before.total)
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator", "parameters"),
+    [
+        ("llama", "alphatoken", "linears"),
+        ("mixtral", "path", "linears,experts"),
+        ("qwen3_5", "alphatoken", "linears"),
+    ],
+)
+def test_blocks_that_run_anew_in_a_backward_have_the_values_of_others(
+    name: str, estimator: str, parameters: str
+) -> None:
+    """Also those of a later call, and the training step is the same."""
+    made = [BY_NAME[name].build(1).train() for _ in range(2)]
+    for block in made[1].model.layers:
+        run_anew_in_the_backward(block)
+    totals = []
+    for model in made:
+        scorer = scorer_for(model, estimator, parameters=parameters)
+        scored = scorer.score(BATCH).total
+        with scorer.observe() as observed:
+            logits = model(**inputs()).logits
+            values = [observed.values(logits, BATCH["labels"]) for _ in range(2)]
+            masked_sft_loss(logits, BATCH["labels"], values[0].mask).backward()
+        totals.append([scored, *(one.total for one in values)])
+    assert [x.tolist() for x in totals[0]] == [x.tolist() for x in totals[1]]
+    assert gradients(made[0]) == gradients(made[1])
 
 
 @pytest.mark.parametrize("estimator", ["alphatoken", "label"])

@@ -228,6 +228,7 @@ def test_a_run_that_keeps_all_tokens_is_transformers_own(
         "data_collator": DataCollatorForSeq2Seq(tokenizer, padding=True), "optim": optim,
         "learning_rate": 0.1 if optim == "sgd" else 1e-2, "adam_epsilon": 1e-4,
         "gradient_accumulation_steps": 2, "per_device_train_batch_size": 3, "max_steps": 2,
+        "max_grad_norm": 0.0,  # a gradient that is cut is the same whatever divides it
     }  # fmt: skip
     plain = tiny.made(Trainer, tmp_path / "plain", **shared)
     plain.train()

@@ -190,6 +190,13 @@ def test_every_sft_policy_trains(
             assert 0.4 <= share <= 0.4 + 2 / count  # one of each of two micro-batches
 
 
+@pytest.mark.parametrize("valued", [False, True])
+def test_needs_that_depend_on_an_own_option_are_asked_with_it(tmp_path: Path, valued: bool) -> None:
+    name = f"{examples.__name__}:{examples.ValuedIfAsked.__name__}"
+    own = {"policy": name, "policy_options": {"valued": valued}, "bf16": False}
+    assert AlphaSFTConfig(str(tmp_path), **own).needs_values is valued
+
+
 def test_names_that_stand_for_options(tmp_path: Path) -> None:
     for name, stands_for in STANDS_FOR.items():
         kind = AlphaDPOConfig if name == "dpo" else AlphaSFTConfig

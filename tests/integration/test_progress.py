@@ -7,6 +7,7 @@ import io
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,6 +78,18 @@ def test_each_line_is_new_and_an_item_that_takes_long_is_seen(log: Log) -> None:
     assert found[0] == "Rows: 1/3"
     assert found.count("Rows: 3/3") == 1
     assert found[-1] == "Rows: 3/3"
+
+
+def test_items_of_an_earlier_run_do_not_count_for_the_rate(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tracker = Tracker("Rows", 100, True)
+    tracker.resume(80)
+    now[0] = 10.0
+    tracker.report(100)
+    assert log.lines()[-1].startswith("Rows: 100/100 (100%), 2.00/s, 00:10 gone")
 
 
 def test_it_is_seen_before_the_first_item_is_done(log: Log) -> None:

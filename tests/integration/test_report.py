@@ -136,6 +136,7 @@ def test_value_files_come_back_bit_for_bit(tmp_path: Path, split: bool) -> None:
     written = [
         example(3, HOSTILE, seed=1, split=split),
         example(9, ("a", "b"), seed=2, split=split),
+        replace(example(12, ("c", "d"), seed=4, split=split), derivative="central", error=1e-3),
     ]
     write_values(tmp_path / "part-00000.parquet", written)
     assert [p.name for p in value_files(tmp_path)] == ["part-00000.parquet"]
@@ -147,6 +148,13 @@ def test_value_files_come_back_bit_for_bit(tmp_path: Path, split: bool) -> None:
             assert np.array_equal(values, after.values[key])
         assert np.array_equal(before.kept, after.kept)
         assert np.array_equal(before.response, after.response)
+        assert (before.derivative, before.error) == (after.derivative, after.error)
+
+
+def test_files_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for number in (7, 0, 11, 3, 10, 1, 9, 4, 2, 8, 6, 5):
+        write_values(tmp_path / f"part-{number:05d}.parquet", [example(number, ("a", "b"), seed=1)])
+    assert [one.row for one in read_values(tmp_path)] == list(range(12))
 
 
 def test_a_folder_without_value_files_is_not_read_as_an_empty_one(tmp_path: Path) -> None:

@@ -381,6 +381,20 @@ def test_a_pin_keeps_the_direction_and_follows_what_trains() -> None:
     assert scorer.estimator.cache.pinned == "kept"
 
 
+def test_a_pin_keeps_no_side_that_was_replaced() -> None:
+    model = plain()
+    scorer = scorer_of(model, "label")
+    scorer.pin("kept")
+    before = values_of(scorer)
+    replaced = {"validation": (scorer.set_validation, BATCH), "retention": (scorer.set_retention,
+                VALIDATION)}  # fmt: skip
+    for side, (replace, data) in replaced.items():
+        replace(data)
+        result = values_of(scorer)
+        assert text(result) == text(of_a_fresh(scorer)) != text(before), side
+        before = result
+
+
 @pytest.mark.parametrize("estimator", ["label", "alphatoken"])
 def test_a_step_between_forward_and_values_is_refused(estimator: str) -> None:
     model = plain()

@@ -58,6 +58,7 @@ OF_HYBRID = {"layers": "3", "uncovered": "skip"}
     ("shared", "own"),
     [
         ({}, {}),  # adapters: test_quantised.py
+        ({}, {"scoring_forward": "own"}),
         # Longer than the model: positions begin anew.
         pytest.param({"packing": True, "max_length": 256}, {}, marks=pytest.mark.slow),
         pytest.param({"loss_type": "dft", "bf16": True}, {}, marks=pytest.mark.slow),
@@ -80,6 +81,9 @@ def test_ratio_one_equals_trl_bit_for_bit(
     assert losses(plain) == losses(valued)
     assert len(losses(plain)) == 3
     assert furthest(plain, valued) == 0
+    for theirs, own_log in zip(plain.state.log_history, valued.state.log_history, strict=True):
+        logged = {name for name in theirs if "runtime" not in name and "per_second" not in name}
+        assert {name: own_log[name] for name in logged} == {name: theirs[name] for name in logged}
 
 
 SMOOTH = {"label_smoothing": 0.1}
@@ -157,6 +161,11 @@ def test_prompt_learning_is_refused(tmp_path: Path) -> None:
         ({"preconditioner": "fisher"}, "preconditioner"),
         ({"value_unit": "row"}, "value_unit"),
         ({"value_unit": "response", "policy": "random"}, "whole responses"),
+        ({"value_unit": "response", "packing": True}, "Got: packing.*without packing"),
+        (
+            {"value_unit": "response", "padding_free": True},
+            "Got: padding_free.*without .*padding_free",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -185,6 +194,21 @@ def test_a_micro_batch_without_response_tokens_is_no_accident(tmp_path: Path) ->
     trainer = sft(tmp_path, train_dataset=rows, retention="none", max_steps=4)
     trainer.train()
     assert len(losses(trainer)) == 4
+
+
+def test_branches_of_a_pair_are_drawn_apart(tmp_path: Path) -> None:
+    """A step that is ranked as a whole draws for chosen and rejected tokens of their own."""
+    rows = [{**row, "rejected": row["chosen"][::-1]} for row in tiny.preference_rows(12)]
+    trainer = tiny.dpo(
+        tmp_path, ref_model=model(), train_dataset=tiny.dataset(rows), max_steps=1,
+        policy="random", keep_scope="global", retention="none", held_out_steps=0,
+    )  # fmt: skip
+    drawn: list[Tensor] = []
+    trainer.records.listener = lambda mask, weights: drawn.append(weights[mask].view(2, -1))
+    trainer.train()
+    (chosen, rejected) = drawn[0]
+    assert chosen.sum() == rejected.sum() > 0
+    assert not torch.equal(chosen, rejected)
 
 
 # --- precision, padding, packing ------------------------------------------------------------------

@@ -265,6 +265,18 @@ def test_the_linear_that_is_off_is_named() -> None:
     assert "layers.0.mlp.down_proj" in str(found)
 
 
+def test_a_value_off_the_response_does_not_agree() -> None:
+    """Tokens of the prompt and padding are no response, and their value is 0."""
+    fault = edit(
+        "estimate.token_values.combine",
+        "total=g + stability_weight * v,",
+        "total=g + stability_weight * v + 1.0 * ~mask,",
+    )
+    with applied(fault), without_proofs():
+        found = trial("total").certificate()
+    assert [check.component for check in found.failures] == ["total"]
+
+
 @given(
     setup=setups(),
     estimator=st.sampled_from(ESTIMATORS),

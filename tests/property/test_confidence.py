@@ -26,6 +26,7 @@ from tests.property.setups import (
     parameters_of,
     quiet_score,
     setups,
+    stepped,
 )
 from tests.property.strategies import make_case
 from tests.property.tolerance import close
@@ -169,6 +170,36 @@ def test_values_by_batch(setup: Setup, estimator: str) -> None:
     mean = sum(n * x for n, x in zip(tokens, alone, strict=True)) / sum(tokens)
     assert found.adaptation is not None
     close(found.adaptation, mean, size, MODEL, name=f"{estimator}, mean")
+
+
+@pytest.mark.parametrize("retained", [False, True])
+@given(setup=setups(validations=st.sampled_from(SEVERAL)))
+@budget(0.05, least=2)
+def test_standard_errors_of_a_full_step(setup: Setup, retained: bool) -> None:
+    """P of the step scales the part of each validation batch as it scales their sum.
+
+    Proves: standard errors of a full step (exact), against values without errors, scorers of each
+    batch alone.
+    """
+    model, optimizer = stepped(setup, 2, "AdamW")
+    options = {"model": model, "optimizer": optimizer, "retention": retained}
+    options |= {"preconditioner": "full", "precondition_after": 1}
+    plain = make_scorer(setup, "path", **options)
+    scorer = make_scorer(setup, "path", standard_errors=True, **options)
+    expected = quiet_score(plain, setup.case.batch)
+    found = quiet_score(scorer, setup.case.batch)
+    assert expected.adaptation is not None
+    alone = []
+    for batch in setup.case.validation:
+        plain.set_validation(batch)
+        one = quiet_score(plain, setup.case.batch).adaptation
+        assert one is not None
+        alone.append(one)
+    size = sum(x.abs() for x in alone) + expected.total.abs() + 1e-30
+    size = size.max() + size  # parts cancel within a token as well
+    close(found.total, expected.total, size, MODEL, name="a full step with errors")
+    for place, one in enumerate(alone):
+        close(found.by_batch()[..., place], one, size, MODEL, name=f"a full step, batch {place}")
 
 
 @pytest.mark.parametrize("seed", [0])

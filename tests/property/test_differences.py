@@ -477,6 +477,25 @@ def test_weighted_rows_and_both_sides_of_m() -> None:
     assert exact.error == 0.0 < values.error < 1e-6
 
 
+def test_a_side_has_the_step_that_it_has_alone() -> None:
+    """V here is as long as G, so that a step of G's would be kept for it.
+
+    Proves: a side has the step that it has alone (exact), against V alone, bit by bit.
+    """
+    model = ONE.model()
+    own = {"max_relative_drift": None}
+    drift = far_drift(model)
+    sides = Scorer(model, [ONE.batch], drift, config("central", **own)).direction
+    assert sides.stability is not None
+    longer = torch.stack([x.norm() for x in sides.adaptation.values()]).norm()
+    longer = longer / torch.stack([x.norm() for x in sides.stability.values()]).norm()
+    drift = FisherDrift({n: longer * f for n, f in drift.fisher.items()}, drift.reference)
+    with quiet():
+        both = Scorer(model, [ONE.batch], drift, config("central", **own)).score(ONE.batch)
+    alone = Scorer(model, None, drift, config("central", objective="stability", **own))
+    assert torch.equal(both.stability, alone.score(ONE.batch).stability)
+
+
 @pytest.mark.parametrize("memory", ["one buffer", "shards"])
 def test_lora_on_an_embedding_leaves_its_padding_row(memory: str) -> None:
     """Its factor is looked up in a transposed view, and held by a module that nobody calls."""
@@ -1021,6 +1040,9 @@ def test_the_certificate_allows_the_stated_error_and_no_more(
         assert certificate.passed, str(certificate)
         assert f"by differences ({form})" in str(certificate)
         assert certificate.derivative == form
+        least = min(check.tolerance for check in certificate.checks)
+        wider = {check.component for check in certificate.checks if check.tolerance > least}
+        assert wider == {"total", "adaptation", "stability"}, "the direction is no difference"
         exact = Differences.values
 
         def wrong(*arguments: Any, **options: Any) -> DirectionalDerivative:

@@ -83,6 +83,7 @@ def test_v_is_the_definition(seed: int, structure: str) -> None:
     drift, weights, v = made(seed, structure)
     assert not _refused(lambda: drift.direction(weights), "")
     compare(drift.direction(weights), v, structure)
+    compare(drift.to("cpu").direction(weights), v, f"{structure}, of a copy")
     at = {name: drift.reference[name] for name in drift.names}
     assert not any(bool(x.any()) for x in drift.direction(at).values())
 

@@ -538,6 +538,32 @@ def test_every_implementation_is_seen_and_put_back(implementation: str) -> None:
     assert not ALL_EXPERTS_FUNCTIONS._local_mapping
 
 
+def test_several_listeners_are_all_shown_the_rows() -> None:
+    """One inside the other: each sees both tensors, and what one hands on goes to the next."""
+    case = MixtureCase("mixtral", seed=12)
+    model, batch = case.model(), case.batch(case.train)
+    adapter: Any = find_adapter(model)
+    with torch.no_grad():
+        expected = plain_forward(model)({k: v for k, v in batch.items() if k != "labels"})
+    calls: dict[str, list[str]] = {"first": [], "second": []}
+
+    def listener(name: str, factor: float) -> Any:
+        def heard(module: Any, parameter: str, x: Tensor, s: Tensor, experts: Tensor) -> Tensor:
+            calls[name].append(parameter)
+            return factor * s
+
+        return heard
+
+    modules = adapter.mixtures(range(2))
+    with (
+        adapter.override_experts(modules, listener("first", 2.0)),
+        adapter.override_experts(modules, listener("second", 0.5)),
+    ):
+        found = plain_forward(model)({k: v for k, v in batch.items() if k != "labels"}).detach()
+    assert calls["first"] == calls["second"] == ["gate_up_proj", "down_proj"] * len(modules)
+    close(found, expected, expected.abs() + 1.0, LIBRARY, name="two listeners")
+
+
 # --- the oracle ----------------------------------------------------------------------------------
 
 

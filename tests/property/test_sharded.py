@@ -175,6 +175,37 @@ def test_sharded_values_equal_whole_ones(setup: Setup, estimator: str, retention
     assert sorted(sharding.gathered) == sorted(2 * list(scorer.parameters))  # once a side
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+@given(setup=setups())
+@budget(0.05, least=2)
+def test_drift_is_that_of_the_weights_that_the_optimizer_keeps(
+    setup: Setup, structure: str, sharded: bool
+) -> None:
+    """V of master weights, which lie elsewhere than the model's, in parts and whole.
+
+    Proves: drift is that of the weights that the optimizer keeps (exact), against V of
+    whole weights.
+    """
+    model = setup.case.model()
+    drift = FisherDrift(*drift_of(setup, model))
+    if structure == "kronecker":
+        drift = _kronecker(setup, drift)
+    kept = {n: 1.1 * p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+    sharding = FlatSharding(model) if sharded else None
+
+    def masters(name: str, _: Tensor) -> Tensor:
+        return kept[name] if sharding is None else sharding.part_of(name, kept[name])
+
+    more = {"model": model, "retention": drift, "masters": masters, "sharding": sharding}
+    found = make_scorer(setup, "path", **more).direction.stability
+    assert found is not None
+    expected = drift.direction({name: kept[name] for name in found})
+    for name, v in expected.items():
+        part = found[name] if sharding is None else sharding.gather(name, found[name])
+        close(part, v, v.abs().max() + 1e-30, MODEL, name=f"{structure} of masters, {name}")
+
+
 @given(setups(), st.sampled_from(["diagonal", "data"]))
 @budget(0.2, least=4)
 def test_a_sharded_direction_is_never_stale(setup: Setup, retention: str) -> None:

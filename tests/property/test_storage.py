@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from alphatoken.errors import DataError, FisherError
@@ -80,6 +82,25 @@ def test_a_file_cut_at_any_byte_is_refused(
     cut.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     with pytest.raises(DataError, match=cut.name):
         read_tensors(cut)
+
+
+def test_a_file_with_other_metadata_or_types_is_refused(tmp_path: Path) -> None:
+    """Its numbers are those that it was written with, byte by byte."""
+    path, _ = small_file(tmp_path)
+    with safe_open(str(path), framework="pt") as file:
+        kept = {name: file.get_tensor(name) for name in ("a", "b")}
+        metadata = dict(file.metadata())
+    other = tmp_path / "other.safetensors"
+    save_file(kept, other, metadata=metadata)
+    assert read_tensors(other)[1] == {"kind": "test"}
+    as_integers = {name: tensor.view(torch.int32) for name, tensor in kept.items()}
+    flat = {**kept, "b": kept["b"].flatten()}
+    for tensors, more in (
+        (kept, {"kind": "another"}), (kept, {"more": "1"}), (as_integers, {}), (flat, {}),
+    ):  # fmt: skip
+        save_file(tensors, other, metadata=metadata | more)
+        with pytest.raises(DataError, match="does not match the sha256"):
+            read_tensors(other)
 
 
 @given(data=st.data())
