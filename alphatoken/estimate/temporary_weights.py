@@ -135,10 +135,23 @@ class TemporaryWeights:
         return nullcontext()
 
     @torch.no_grad()
+    def walking(self) -> dict[str, Tensor]:
+        """Copies to step, in float32 at least, for ``place``; if they can, the memory it fills."""
+        if self._sharding is not None:
+            return {n: part.to(wide(part.dtype), copy=True) for n, part in self.parts().items()}
+        targets = self._away()
+        torch._foreach_copy_(targets, self._before)
+        # Of 16 bits a copy that is wider.
+        return {n: t.to(wide(t.dtype)) for n, t in zip(self._parameters, targets, strict=True)}
+
+    @torch.no_grad()
     def place(self, weights: Mapping[str, Tensor]) -> None:
         """Move to these weights (or this process's parts, as in ``parts``), rounded."""
-        parts = [self._moving(name, weights[name])[1] for name in self._parameters]
-        torch._foreach_copy_(self._away(), parts)
+        parts = (self._moving(name, weights[name])[1] for name in self._parameters)
+        pairs = zip(self._away(), parts, strict=True)
+        others = [(target, part) for target, part in pairs if part is not target]
+        if others:  # else they were stepped where they lie
+            torch._foreach_copy_(*map(list, zip(*others, strict=True)))
         self._moved()
 
     def parts(self) -> dict[str, Tensor]:

@@ -56,8 +56,8 @@ def walk(
     """Weights after ``steps`` optimizer steps; those of the model are restored bitwise.
 
     Weights in 16 bits walk in float32 and are rounded for each forward, since most steps are
-    smaller than their rounding. Memory beside the model: the weights that walk twice, and what the
-    optimizer keeps.
+    smaller than their rounding. Memory beside the model: the weights that walk, their gradient, and
+    what the optimizer keeps; of weights in 16 bits, and under ``sharding``, a copy in float32 more.
 
     Args:
         model: where the walk starts.
@@ -79,8 +79,8 @@ def walk(
     """
     moved = TemporaryWeights(model, names, sharding)
     with moved.open():
-        start = moved.parts()
-        weights = {n: part.to(wide(part.dtype), copy=True) for n, part in start.items()}
+        start = {name: part.dtype for name, part in moved.parts().items()}
+        weights = moved.walking()
         stepper = optimizer(weights.values())
         with Tracker("Walk", steps, None, delay=1.0) as tracker:  # many walks are shorter
             for number in range(steps):
@@ -91,7 +91,7 @@ def walk(
                 stepper.zero_grad()
                 moved.place(weights)
                 tracker.report(number + 1)
-    return {name: weight.to(start[name].dtype) for name, weight in weights.items()}
+    return {name: weight.to(start[name]) for name, weight in weights.items()}
 
 
 def walk_age(inputs: DirectionInputs) -> tuple[object, ...]:
