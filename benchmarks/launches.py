@@ -17,27 +17,30 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainingArguments
 
 from alphatoken import Scorer, ScorerConfig, masked_sft_loss
+from alphatoken.train.hooks import checkpointing_option
 from benchmarks.counting import Launches, counting
 from benchmarks.models import decoder
 
-ROWS, LENGTH, VOCABULARY, VALIDATION = 2, 64, 49_152, 32
+ROWS, LENGTH, VOCABULARY, VALIDATION, DEPTH = 2, 64, 49_152, 32, 30
 STEP = 3
 """The step that is counted: caches are warm, and the direction is built anew as in every step."""
 
 # --- what is counted -----------------------------------------------------------------------------
 
 
-def model() -> nn.Module:
+def model(depth: int = DEPTH) -> nn.Module:
     """SmolLM2's depth, heads and vocabulary, eight numbers a head."""
     return decoder(
         72,
-        30,
+        depth,
         vocabulary=VOCABULARY,
         heads=9,
         num_key_value_heads=3,
@@ -59,8 +62,8 @@ def tensors(examples: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
     return {name: torch.tensor([row[name] for row in examples]) for name in examples[0]}
 
 
-def training_step(options: Mapping[str, Any] | None) -> Launches:
-    """Counts of one step of TRL's trainer (None), or of ours with these options."""
+def training_step(options: Mapping[str, Any], *, depth: int = DEPTH, ours: bool = True) -> Launches:
+    """Counts of one step of our trainer, or of TRL's, with these options."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -93,30 +96,31 @@ def training_step(options: Mapping[str, Any] | None) -> Launches:
             "disable_tqdm": True,
             "dataloader_pin_memory": False,
             "max_length": None,
+            **options,
         }
         made = {
-            "model": model(),
+            "model": model(depth),
             "train_dataset": Dataset.from_list(rows(ROWS * STEP, seed=0)),
             "processing_class": tokenizer,
             "callbacks": [Count()],
         }
-        if options is None:
-            trainer = SFTTrainer(args=SFTConfig(**common), **made)
-        else:
-            ours = AlphaSFTConfig(**common, held_out_steps=0, **options)
+        if ours:
+            arguments = AlphaSFTConfig(**common, held_out_steps=0)
             held_out = Dataset.from_list(rows(VALIDATION, seed=1))
-            trainer = AlphaSFTTrainer(args=ours, validation_dataset=held_out, **made)
+            trainer = AlphaSFTTrainer(args=arguments, validation_dataset=held_out, **made)
+        else:
+            trainer = SFTTrainer(args=SFTConfig(**common), **made)
         with counting(counts):
             trainer.train()
     return counted
 
 
-def observed_step(options: Mapping[str, Any] | None) -> Launches:
+def observed_step(options: Mapping[str, Any] | None, *, depth: int = DEPTH) -> Launches:
     """Counts of a step of a plain loop, alone (None) or with values of its own forward.
 
     The direction is at hand, as in a loop that keeps it for several steps.
     """
-    decoder_, counts = model().train(), Launches()
+    decoder_, counts = model(depth).train(), Launches()
     batch, validation = (tensors(rows(ROWS, seed)) for seed in (0, 1))
     labels = batch.pop("labels")
     everything = torch.ones_like(labels, dtype=torch.bool)
@@ -145,18 +149,36 @@ def observed_step(options: Mapping[str, Any] | None) -> Launches:
 LABEL_ALL = {"estimator": "label", "parameters": "all", "layers": "all"}
 """Beside a forward that the loop itself runs, its derivative is one-sided by default."""
 
-STEPS: dict[str, tuple[str, Callable[[], Launches]]] = {
-    "trl": ("TRL's SFTTrainer", lambda: training_step(None)),
+ONE_PASS = {"validation_micro_batch_size": VALIDATION}
+WALK = {"estimator": "walk", "layers": "3"}
+UNCHECKED = {checkpointing_option(TrainingArguments): False}
+"""Faster and larger than TRL's default, under which each block runs once more in the backward."""
+
+STEPS: dict[str, tuple[str, Callable[..., Launches]]] = {
+    "trl": ("TRL's SFTTrainer", partial(training_step, {}, ours=False)),
     "all": (
         "ours, every token, nothing exported",
-        lambda: training_step({"policy": "all", "export_values": False}),
+        partial(training_step, {"policy": "all", "export_values": False}),
     ),
-    "top": ("ours, top, K = 3, 32 rows of G", lambda: training_step({})),
-    "label": ("ours, label over all parameters", lambda: training_step(LABEL_ALL)),
-    "walk": ("ours, walk (the walk itself not in)", lambda: training_step({"estimator": "walk"})),
-    "loop": ("a plain loop", lambda: observed_step(None)),
-    "observe": ("a plain loop with observe(), K = 3", lambda: observed_step({})),
-    "observe-label": ("a plain loop with observe(), label", lambda: observed_step(LABEL_ALL)),
+    "top": ("ours, top, K = 3, 32 rows of G", partial(training_step, {})),
+    "label": (
+        "ours, label, all parameters, G in one",
+        partial(training_step, LABEL_ALL | ONE_PASS),
+    ),
+    "walk": ("ours, walk (the walk itself not in)", partial(training_step, WALK)),
+    "trl-unchecked": (
+        "TRL, no checkpointing",
+        partial(training_step, UNCHECKED, ours=False),
+    ),
+    "top-unchecked": ("top, no checkpointing", partial(training_step, UNCHECKED)),
+    "label-unchecked": (
+        "label, no checkpointing",
+        partial(training_step, LABEL_ALL | ONE_PASS | UNCHECKED),
+    ),
+    "walk-unchecked": ("walk, no checkpointing", partial(training_step, WALK | UNCHECKED)),
+    "loop": ("a plain loop", partial(observed_step, None)),
+    "observe": ("a plain loop with observe(), K = 3", partial(observed_step, {})),
+    "observe-label": ("a plain loop with observe(), label", partial(observed_step, LABEL_ALL)),
 }
 """Steps by name: what each is, and its counts."""
 

@@ -17,6 +17,7 @@ read from a ``BackwardSwitch`` at backward time, so a single forward serves scor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -128,8 +129,10 @@ class _Block:
 
 
 _SAVED_NAMES = ("_saved_logsumexp", "_saved_log_sumexp")
-_ATTENDS_AS_CALLED: set[tuple[object, ...]] = set()
-"""Kinds of calls whose kernel's log-sum-exp was that of the call."""
+_ATTENDED_AS_CALLED: Counter[tuple[object, ...]] = Counter()
+"""Kinds of calls whose kernel's log-sum-exp was that of the call, with the number of calls."""
+_COMPARED_EVERY = 64
+"""Calls of a kind between two comparisons; at first sooner: the 1st, 2nd, 4th, 8th, ..."""
 _COMPARED = 8
 """Queries at either end of a call whose log-sum-exp is compared."""
 
@@ -188,34 +191,41 @@ class AttentionStatistics:
     def _saved_lse(self) -> Tensor | None:
         """(b, g, r, k) log-sum-exp of the kernel; None without one, or if the call says otherwise.
 
-        That it attends to what the call says is compared at the first and the last queries, where
-        masks, windows, documents and padding show.
+        That it attends to what the call says is compared now and then, at the first and the last
+        queries, where masks, windows, documents and padding show.
         """
         if self._saved is None:
             return None
         name, saved = self._saved
         self._saved, lse = None, _group(saved.detach().to(self.dtype), self.groups)
-        bad, few = [], min(_COMPARED, self.length)
-        for rows in (slice(0, few), slice(self.length - few, self.length)):
-            last = rows.stop if self.mask is None else self.length
-            expected = torch.logsumexp(self.block(rows, slice(0, last)).logits, -1)
-            size = 1e-3 if self.query.element_size() < 4 else 30 * torch.finfo(saved.dtype).eps
-            apart = (lse[..., rows] - expected).abs() > size * (1 + expected.abs())
-            # Of a row that attends to nothing each kernel keeps something else.
-            bad.append(((apart | ~lse[..., rows].isfinite()) & expected.isfinite()).any())
-        # The rows between are as finite as these; where they attend to nothing all weights are 0.
-        otherwise = torch.stack(bad).any()
         kind = (
             name, self.dtype, self.query.device.type, self.mask is None, self._causal.window,
             self._causal.documents is None,
         )  # fmt: skip
-        if kind in _ATTENDS_AS_CALLED and is_deferred(otherwise):
-            refuse(otherwise, _refuse_kernel)
-            return lse
-        if bool(otherwise):
-            return None
-        _ATTENDS_AS_CALLED.add(kind)
+        calls = _ATTENDED_AS_CALLED[kind]
+        if calls.bit_count() == 1 or calls % _COMPARED_EVERY == 0:
+            otherwise = self._otherwise(lse, saved.dtype)
+            if calls and is_deferred(otherwise):
+                refuse(otherwise, _refuse_kernel)
+            elif bool(otherwise):
+                return None
+        _ATTENDED_AS_CALLED[kind] += 1
         return lse
+
+    def _otherwise(self, lse: Tensor, dtype: torch.dtype) -> Tensor:
+        """Whether (b, g, r, k) is not the log-sum-exp of this call at the first or last queries.
+
+        ``dtype``: that it was kept in.
+        """
+        bad, few = [], min(_COMPARED, self.length)
+        for rows in (slice(0, few), slice(self.length - few, self.length)):
+            last = rows.stop if self.mask is None else self.length
+            expected = torch.logsumexp(self.block(rows, slice(0, last)).logits, -1)
+            size = 1e-3 if self.query.element_size() < 4 else 30 * torch.finfo(dtype).eps
+            apart = (lse[..., rows] - expected).abs() > size * (1 + expected.abs())
+            # Of a row that attends to nothing each kernel keeps something else.
+            bad.append(((apart | ~lse[..., rows].isfinite()) & expected.isfinite()).any())
+        return torch.stack(bad).any()
 
     @full_precision
     def block(self, rows: slice, columns: slice) -> _Block:
@@ -311,7 +321,7 @@ class AttentionStatistics:
 
 
 def _refuse_kernel() -> None:
-    _ATTENDS_AS_CALLED.clear()
+    _ATTENDED_AS_CALLED.clear()
     raise ModelError(
         "an attention kernel attends to other keys than its call says",
         got="another log-sum-exp than that of the call's mask, window and documents",
