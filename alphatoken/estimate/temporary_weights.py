@@ -151,7 +151,7 @@ class TemporaryWeights:
         pairs = zip(self._away(), parts, strict=True)
         others = [(target, part) for target, part in pairs if part is not target]
         if others:  # else they were stepped where they lie
-            torch._foreach_copy_(*map(list, zip(*others, strict=True)))
+            torch._foreach_copy_([target for target, _ in others], [part for _, part in others])
         self._moved()
 
     def parts(self) -> dict[str, Tensor]:
