@@ -22,13 +22,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from alphatoken import Scorer, TokenValues, select_top
 from alphatoken.data import Example, collate
 from alphatoken.errors import ConfigError, ModelError, collected_warnings
+from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.score.job import Job, load_job, on_device, prepare_job, save_job
 from alphatoken.score.options import ScoreOptions
 from alphatoken.score.results import write_results
@@ -165,15 +168,23 @@ def value_block(
         DataError: a row that must not be passed over, or a file that cannot be written.
         ModelError: out of memory.
     """
-    block = job.block_rows(number)
+    block, size = job.block_rows(number), job.options.per_device_train_batch_size
     examples = job.corpus.examples(block.start, block.stop)
 
     def scored() -> Iterator[ScoredExample]:
-        while batch := list(islice(examples, job.options.per_device_train_batch_size)):
-            yield from _score_batch(job, scorer, batch)
-            report(batch[-1].row.index + 1 - block.start)
+        while window := list(islice(examples, max(_WINDOW // size, 1) * size)):
+            first, last = (window[place].row.index - block.start for place in (0, -1))
+
+            def share_done(share: float, first: int = first, last: int = last) -> None:
+                report(first + round(share * (last + 1 - first)))
+
+            yield from _score_window(job, scorer, window, share_done)
 
     write_values(job.value_file(number), scored())
+
+
+_WINDOW = 512
+"""Rows that are batched by their lengths; fewer of a file that has fewer."""
 
 
 def _values_by_query(values: TokenValues, queries: int) -> dict[str, Tensor]:
@@ -185,8 +196,41 @@ def _values_by_query(values: TokenValues, queries: int) -> dict[str, Tensor]:
     return {query_key(n): one for n, one in enumerate(values.by_batch().unbind(-1))}
 
 
-def _score_batch(job: Job, scorer: Scorer, examples: Sequence[Example]) -> Iterator[ScoredExample]:
+def _score_window(
+    job: Job, scorer: Scorer, examples: Sequence[Example], report: Callable[[float], None]
+) -> Iterator[ScoredExample]:
+    """Values of these rows, in their order, from batches of rows of like lengths.
+
+    Tokens are kept by the batches of the file's order. ``report`` is told the share that is done.
+    """
+    size = job.options.per_device_train_batch_size
+    # A padded position costs what a token costs. The longest rows come first: where they do not
+    # fit into memory, that shows at once.
+    order = sorted(range(len(examples)), key=lambda i: -len(examples[i].input_ids))
+    scored: dict[int, ScoredExample] = {}
+    for start in range(0, len(order), size):
+        places = order[start : start + size]
+        rows = _score_batch(job, scorer, [examples[place] for place in places])
+        scored |= zip(places, rows, strict=True)
+        report(min(start + size, len(order)) / len(order))
+    for start in range(0, len(order), size):
+        batch = [scored[place] for place in range(start, min(start + size, len(order)))]
+        yield from _kept(job, batch)
+
+
+def _kept(job: Job, batch: Sequence[ScoredExample]) -> Iterator[ScoredExample]:
     options = job.options
+    totals = pad_sequence([torch.from_numpy(one.values["total"]) for one in batch], True)
+    labels = [torch.tensor(one.labels) for one in batch]
+    mask = label_mask(pad_sequence(labels, True, padding_value=IGNORE))
+    scope = "batch" if options.keep_scope == "dataset" else options.keep_scope
+    with float16_named(job.model):
+        kept = select_top(totals, mask, options.keep_ratio, scope=scope).numpy()
+    for one, own in zip(batch, kept, strict=True):
+        yield replace(one, kept=own[: len(one.ids)])
+
+
+def _score_batch(job: Job, scorer: Scorer, examples: Sequence[Example]) -> list[ScoredExample]:
     try:
         values = scorer.score(on_device(collate(examples), job.model))
     except torch.OutOfMemoryError as error:
@@ -195,28 +239,28 @@ def _score_batch(job: Job, scorer: Scorer, examples: Sequence[Example]) -> Itera
             got=str(error)[:200],
             remedy="a smaller --per_device_train_batch_size or --max_length",
         ) from None
-    scope = "batch" if options.keep_scope == "dataset" else options.keep_scope
-    with float16_named(job.model):
-        kept = select_top(values.total, values.mask, options.keep_ratio, scope=scope)
     columns = {key: getattr(values, key) for key in COMPONENTS}
-    columns |= _values_by_query(values, len(options.query))
+    columns |= _values_by_query(values, len(job.options.query))
+    present = {key: column for key, column in columns.items() if column is not None}
+    # In one transfer, since each waits for the device.
+    together = torch.stack(list(present.values())).cpu().numpy()
+    rows = []
     for index, example in enumerate(examples):
-        length = len(example.input_ids)
-        yield ScoredExample(
-            row=example.row.index,
-            place=example.row.place,
-            tokens=[],
-            ids=example.input_ids,
-            labels=example.labels,
-            kept=kept[index, :length].cpu().numpy(),
-            values={
-                key: column[index, :length].cpu().numpy()
-                for key, column in columns.items()
-                if column is not None
-            },
-            derivative=values.derivative,
-            error=values.error,
+        own = together[:, index, : len(example.input_ids)]
+        rows.append(
+            ScoredExample(
+                row=example.row.index,
+                place=example.row.place,
+                tokens=[],
+                ids=example.input_ids,
+                labels=example.labels,
+                kept=np.zeros(len(example.input_ids), bool),  # until its batch is whole
+                values=dict(zip(present, own, strict=True)),
+                derivative=values.derivative,
+                error=values.error,
+            )
         )
+    return rows
 
 
 # Processes wait for each other as long as the slowest one values.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from alphatoken import FisherDrift, Scorer, ScorerConfig, select_top
+from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.cli import main
 from alphatoken.data import Example, batches
 from alphatoken.direction import contraction
@@ -66,20 +67,26 @@ def test_files_hold_what_the_scorer_says(world: World, tmp_path: Path) -> None:
     tokenizer, train, scorer = by_hand(world, fisher_file)
     scored = load(tmp_path)
     assert [e.row for e in scored] == [e.row.index for e in train[:14]]
-    cursor = 0
-    for start, stop in ((0, 8), (8, 14)):  # files of 8 rows, batches of 4 within each
-        for batch in batches(train[start:stop], 4):
-            values = scorer.score(batch)
-            keep = select_top(values.total, values.mask, 0.5)
-            for index in range(len(batch["input_ids"])):
-                example, length = scored[cursor], len(scored[cursor].ids)
+    for start, stop in ((0, 8), (8, 14)):  # files of 8 rows
+        # Batches of 4 within each, the longest rows first.
+        rows = sorted(range(start, stop), key=lambda row: -len(train[row].input_ids))
+        assert rows != sorted(rows), "rows of one length, or sorted"
+        for first in range(0, len(rows), 4):
+            own = rows[first : first + 4]
+            values = scorer.score(next(iter(batches([train[row] for row in own], 4))))
+            for index, row in enumerate(own):
+                example, length = scored[row], len(scored[row].ids)
                 for key, column in example.values.items():
                     expected = getattr(values, key)[index, :length].double().numpy()
                     assert np.array_equal(column, expected), key
-                assert np.array_equal(example.kept, keep[index, :length].numpy())
                 assert np.array_equal(example.response, values.mask[index, :length].numpy())
-                cursor += 1
-    assert cursor == 14
+    for start in (0, 4, 8, 12):  # and tokens are kept by batches of the file's order
+        own = scored[start : min(start + 4, 14)]
+        total = np.concatenate([one.values["total"][one.response] for one in own])
+        kept = np.concatenate([one.kept[one.response] for one in own])
+        assert kept.sum() == math.ceil(0.5 * len(kept))
+        assert total[kept].min() >= total[~kept].max()
+        assert not any(one.kept[~one.response].any() for one in own)
     assert scored[0].values.keys() >= SPLIT
     assert any(e.values["stability"].any() for e in scored)
     assert tokenizer.decode([scored[0].ids[0]]) == "<start>"

@@ -240,7 +240,7 @@ WALKS = (
         ("estimate.walk.end_of_walk", ", weight_decay=0.0", ", weight_decay=1.0")),
     row("walk-in-16-bits", NARROW,
         "steps smaller than a weight's rounding are lost",
-        ("estimate.walk.walk", "part.to(wide(part.dtype), copy=True)", "part.clone()")),
+        ("estimate.temporary_weights.TemporaryWeights.walking", "t.to(wide(t.dtype))", "t")),
     row("walk-anew-at-each-step", DUE,
         "a walk from the start moves on with the run",
         ("direction.cache.DirectionCache.current",
