@@ -144,6 +144,10 @@ def saved_log_sum_exp(output: Tensor, shape: torch.Size) -> tuple[str, Tensor] |
         output: of the kernel, or a view or copy of it.
         shape: of the queries, (b, h, t, d).
     """
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    # Where saved tensors pass through hooks, as under checkpointing, reading one runs a block anew.
+    if hooks is None or hooks(True) is not None:
+        return None
     node: Any = output.grad_fn
     for _ in range(4):
         if node is None:

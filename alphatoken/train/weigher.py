@@ -366,8 +366,9 @@ class StepGuard(TrainerCallback):
             UnsupportedError: before the optimizer has moved anything.
             NumericalError, InputError: numbers of the step that are refused, on a device.
         """
-        with float16_named(self._trainer.model):
-            settle(self._refusals)
+        if self._refusals:
+            with float16_named(self._trainer.model):
+                settle(self._refusals)
         due = self._trainer.current_gradient_accumulation_steps
         if self._reached >= due:
             return

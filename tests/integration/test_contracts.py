@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import re
 import sys
 from argparse import ArgumentParser
@@ -27,6 +28,7 @@ from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, SFTTrainer
 
 from alphatoken.errors import UnsupportedError
+from alphatoken.model.attention import saved_log_sum_exp
 from alphatoken.train import hooks, log_prob_proxy
 from alphatoken.train.hooks import MODULES, NEEDED, OVERRIDDEN
 from alphatoken.train.shards import Fsdp2Sharding
@@ -452,6 +454,32 @@ def _chunks() -> bool:
     return at(f"{UTILS}:_ChunkedLogProbFunction").__name__ + "Backward" == log_prob_proxy._NODE
 
 
+def _of_lists() -> bool:
+    """Lists are worked on as their tensors are, one by one."""
+    tensors = [torch.tensor([3.0, -4.0]), torch.tensor([[-2.0]])]
+    norms = torch._foreach_norm(tensors), torch._foreach_norm(tensors, math.inf)
+    kept = [torch.empty_like(one) for one in tensors]
+    torch._foreach_copy_(kept, tensors)
+    torch._foreach_add_(kept, tensors, alpha=-0.5)
+    torch._foreach_div_(kept, 2.0)
+    return (
+        [[float(x) for x in one] for one in norms] == [[5.0, 2.0], [4.0, 2.0]]
+        and [one.tolist() for one in kept] == [[0.75, -1.0], [[-0.5]]]
+    )  # fmt: skip
+
+
+def _keeps_log_sum_exp() -> bool:
+    """The fused kernel of a CPU does; under hooks it is not read, and the hooks are seen."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    query = torch.randn(1, 2, 5, 8, requires_grad=True)
+    output = nn.functional.scaled_dot_product_attention(query, query, query)
+    saved = saved_log_sum_exp(output, query.shape)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        hooked = top(True) is not None and saved_log_sum_exp(output, query.shape) is None
+    expected = (query @ query.mT / 8**0.5).logsumexp(-1)
+    return saved is not None and hooked and torch.allclose(saved[1], expected, atol=1e-5)
+
+
 OTHERS: dict[str, tuple[str, Check]] = {
     "torch: Tensor._version, ._base": (
         "model/fingerprint.py, estimate/temporary_weights.py", _counts_writes
@@ -462,6 +490,13 @@ OTHERS: dict[str, tuple[str, Check]] = {
     "torch: Optimizer._optimizer_step_pre_hooks, ._optimizer_step_post_hooks, "
     "_global_optimizer_pre_hooks, _global_optimizer_post_hooks": (
         "direction/optimizers.py", _hooks_of_steps,
+    ),
+    "torch: _foreach_norm, _foreach_copy_, _foreach_add_, _foreach_div_": (
+        "direction/algebra.py, direction/objective.py, estimate/temporary_weights.py", _of_lists,
+    ),
+    "torch: Node._saved_logsumexp, ._saved_log_sumexp, "
+    "_C._autograd._top_saved_tensors_default_hooks": (
+        "model/attention.py", _keeps_log_sum_exp,
     ),
     "torch: Tensor._post_accumulate_grad_hooks": (
         "direction/optimizers.py", _hooks_of_gradients,

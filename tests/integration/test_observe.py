@@ -121,7 +121,10 @@ def test_label_values_after_the_training_backward_are_those_before_it(checkpoint
 def test_blocks_that_run_anew_in_a_backward_have_the_values_of_others(
     name: str, estimator: str, parameters: str
 ) -> None:
-    """Also those of a later call, and the training step is the same."""
+    """Also those of a later call, and the training step is the same, bitwise.
+
+    Values are up to rounding: under checkpointing the kernel's log-sum-exp is not read.
+    """
     made = [BY_NAME[name].build(1).train() for _ in range(2)]
     for block in made[1].model.layers:
         run_anew_in_the_backward(block)
@@ -134,7 +137,8 @@ def test_blocks_that_run_anew_in_a_backward_have_the_values_of_others(
             values = [observed.values(logits, BATCH["labels"]) for _ in range(2)]
             masked_sft_loss(logits, BATCH["labels"], values[0].mask).backward()
         totals.append([scored, *(one.total for one in values)])
-    assert [x.tolist() for x in totals[0]] == [x.tolist() for x in totals[1]]
+    for plain, anew in zip(*totals, strict=True):
+        torch.testing.assert_close(anew, plain, rtol=1e-12, atol=1e-14)
     assert gradients(made[0]) == gradients(made[1])
 
 

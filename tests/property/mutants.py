@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from tests.property import (
     test_attention,
+    test_batch,
     test_confidence,
     test_contraction,
+    test_devices,
     test_differences,
     test_direction,
     test_estimators,
@@ -32,7 +34,7 @@ from tests.property import (
 )
 from tests.property.mutation import Claim, claim, row
 from tests.property.setups import Setup, setups
-from tests.property.strategies import configs, contractions
+from tests.property.strategies import MODES, configs, contractions, rows
 
 # --- cases with the structure that a mutant needs -----------------------------------------------
 
@@ -755,6 +757,30 @@ CORE = (
          claim(test_estimators.test_observed_equals_scored, small(), "direct")),
         "training's own backward through a scored graph stays self-only",
         ("model.switch.BackwardSwitch.to", "self.mode = before", "pass")),
+    row("keys-of-the-kernel-believed",
+        claim(test_attention.test_log_sum_exp_of_the_kernel,
+            calls(softcap=None, sinks=False, d=4, v=4), False),
+        "the log-sum-exp of a kernel is taken that attends to other keys than its call says",
+        ("model.attention.AttentionStatistics._saved_lse", "elif bool(otherwise):", "elif False:")),
+    row("last-refusal-raised",
+        claim(test_devices.test_the_first_refusal_is_raised, st.just([False, True, True]), False,
+            False),
+        "of several numbers that are refused on a device the last one is named",
+        ("support.devices.settle", "min(raised)", "max(raised)")),
+    row("refusals-dropped-after-an-error",
+        claim(test_devices.test_the_first_refusal_is_raised, st.just([True]), True, True),
+        "what an error came from is not said where numbers lie on a device",
+        ("support.devices.deferred_refusals", "if failed or pending is None:",
+         "if not failed and pending is None:")),
+    row("places-of-labels-as-they-were",
+        claim(test_batch.test_places_follow_labels_that_are_written_to, examples=1),
+        "response tokens are looked for once, whatever is written to the labels later",
+        ("model.batch._places_and_bounds", "version != labels._version or ", "")),
+    row("places-of-a-known-number-from-the-end",
+        claim(test_batch.test_reading_counts_tokens_and_positions_and_finds_documents,
+            st.sampled_from(MODES).flatmap(rows), True),
+        "on a device the places of response tokens are those of all others",
+        ("model.batch._places_and_bounds", "descending=True, ", "")),
     row("one-part-in-a-billion",
         (CONTRACTION, PATH, DIRECT),
         "a contraction that is off by 1e-9 of itself",

@@ -45,6 +45,10 @@ def test_the_two_shifts(case: LossCase) -> None:
 def test_reading_counts_tokens_and_positions_and_finds_documents(
     lines: tuple[str, ...], accelerator: bool
 ) -> None:
+    """Of either kind of device.
+
+    Proves: what a batch is read as (exact), against its letters, one by one.
+    """
     data = make_batch(lines, vocabulary=7, seed=0)
     with mock.patch.object(batch, "on_host", return_value=not accelerator):
         found = batch.read_batch(data)
@@ -69,7 +73,10 @@ def test_reading_counts_tokens_and_positions_and_finds_documents(
 
 
 def test_places_follow_labels_that_are_written_to() -> None:
-    """Places and bounds are kept with the labels, until these change."""
+    """Places and bounds are kept with the labels, until these change.
+
+    Proves: places of response tokens (exact), against the labels as they are.
+    """
     labels = torch.tensor([[-100, 3, -100, 4]])
     logits = torch.randn(1, 4, 7, dtype=torch.float64)
     assert batch.response_places(labels).tolist() == [1, 3]
