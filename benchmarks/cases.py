@@ -342,6 +342,26 @@ def _exponent_row(estimator: str, samples: list[dict[str, float]]) -> Row:
     }
 
 
+def score_long(run: Run) -> Iterator[Row]:
+    """Values of K = 3 of 4 layers at T = 4,096, attention included, against a training step."""
+    length = 128 if run.quick else 4096
+    size = Size(128, 4, 512, heads=8, rows=1, length=length)
+    model, batch = size.model(run.device), size.batch(run.device)
+    config = ScorerConfig(layers=LAYERS)
+    scorer = Scorer(model, _size(run, 64).batch(run.device, seed=1), None, config)
+    scorer.score(batch)  # builds G
+    yield {
+        "name": "score_long",
+        "size": f"alphatoken, K={LAYERS}; {size.text}",
+        **alternate(
+            partial(scorer.score, batch), partial(plain_step, model, batch), repeats=run.pairs(9)
+        ),
+        "floor": scoring_floor(size.shape(model), LAYERS),
+        "tokens": size.rows * size.length,
+        "note": "G built beforehand; forward and backward of all parameters, without an optimizer",
+    }
+
+
 def time_against_validation(run: Run) -> Iterator[Row]:
     """Scoring against 16 times the validation rows, G built: as fast as against one."""
     size = _size(run, 64 if run.quick else 1024)

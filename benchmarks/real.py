@@ -304,6 +304,51 @@ def real_memory(run: Run) -> Iterator[dict[str, Any]]:
                 }
 
 
+CHECKPOINTED: dict[str, tuple[tuple[int, int], float, dict[str, Any]]] = {
+    "label": ((4, 512), 1.30, {"layers": "all", "parameters": "all", "derivative": "one_sided"}),
+    "walk": ((4, 160), 1.5, {"walk_steps": 2}),
+}
+"""Estimators that look at no linear: rows and length, the most of a step's memory, options."""
+
+
+def checkpointed_memory(run: Run) -> Iterator[dict[str, Any]]:
+    """Peak memory of two checkpointed steps of SmolLM2 with values, and M in it, and without."""
+    if not is_here(SMOLLM2):
+        return
+    for estimator, (size, target, _) in CHECKPOINTED.items():
+        rows = size if not run.quick else QUICK[0]
+        plain, ours = (
+            _peak(SMOLLM2, f"checkpointed_{what}", rows, run.device) for what in ("step", estimator)
+        )
+        yield {
+            "name": "checkpointed_peak_memory",
+            "size": f"{estimator} over all parameters, observed; {rows[0]} x {rows[1]} tokens of "
+            f"{source()}",
+            "ours": ours,
+            "other": plain,
+            "ratio": ours / plain,
+            "floor": 1.0,
+            "target": target,
+            "unit": "MiB",
+            "note": "MiB of the whole process, no optimizer, against a plain checkpointed step's",
+        }
+
+
+def _checkpointed(model: Any, estimator: str, batch: Batch, validation: Batch) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scorer = None
+    if estimator != "step":
+        config = ScorerConfig(estimator=estimator, **CHECKPOINTED[estimator][2])
+        scorer = Scorer(model, validation, None, config)
+    for _ in range(2):
+        if scorer is None:
+            plain_step(model, batch)
+            continue
+        model.zero_grad()
+        scorer.refresh()
+        observed_step(scorer, model, batch, components=False)
+
+
 def _weights_mib(real: Model) -> float:
     """Of one float32 copy of all parameters, a tied one once."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -325,6 +370,8 @@ def work(real: Model, what: str, size: tuple[int, int], device: torch.device) ->
     batch, validation = batches_of(real, size, device)
     if what == "step":
         plain_step(model, batch)
+    elif what.startswith("checkpointed_"):
+        _checkpointed(model, what.removeprefix("checkpointed_"), batch, validation)
     elif what == "label_all":
         config = ScorerConfig("label", layers="all", parameters="all", derivative="forward_mode")
         Scorer(model, validation, None, config).score(batch)
@@ -344,7 +391,11 @@ def main() -> None:
     """Do one thing and print the peak."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=list(ALL))
-    parser.add_argument("what", choices=["step", *ESTIMATORS, "label_all", *FORMS])
+    ways = ["step", *CHECKPOINTED]
+    parser.add_argument(
+        "what",
+        choices=["step", *ESTIMATORS, "label_all", *FORMS, *(f"checkpointed_{w}" for w in ways)],
+    )
     parser.add_argument("rows", type=int)
     parser.add_argument("length", type=int)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))

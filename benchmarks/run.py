@@ -27,7 +27,7 @@ from benchmarks import cases, real
 from benchmarks.measure import Run, machine, quiet
 from benchmarks.pages import RESULTS, measured
 from benchmarks.peers.cases import CASES as PEER_CASES
-from benchmarks.real import real_memory
+from benchmarks.real import checkpointed_memory, real_memory
 from benchmarks.targets import judged
 
 Row = dict[str, Any]
@@ -59,6 +59,7 @@ MINUTES: dict[Case, float] = {
     cases.projected_vs_gram: 0.7,
     cases.label_vs_per_token: 0.3,
     cases.time_exponent: 1.5,
+    cases.score_long: 0.5,
     cases.time_against_validation: 0.1,
     cases.label_vs_step: 1.6,
     cases.score_overhead: 2.2,
@@ -68,6 +69,7 @@ MINUTES: dict[Case, float] = {
     differences_smollm2: 6.0,
     differences_gemma3: 10.0,
     real_memory: 4.0,
+    checkpointed_memory: 2.0,
     **dict.fromkeys(PEER_CASES, 1.5),
 }
 """About how long each case takes on two cores, for the estimate of what remains.

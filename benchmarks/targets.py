@@ -30,6 +30,12 @@ TARGETS: dict[str, tuple[float | None, str]] = {
     "score_overhead_k3_fisher": (1.12, "the same step with both sides of M"),
     "score_peak_memory_fisher": (1.15, "its peak memory"),
     "time_exponent_label": (1.1, "the exponent of `label`"),
+    "score_long": (0.9, "values at K = 3 and T = 4,096 against a training step: at most 0.9"),
+    "checkpointed_peak_memory": (
+        None,
+        "peak memory with gradient checkpointing, G's pass in: `label` over all parameters at "
+        "most 1.30 of a step's, `walk` with its own steps at most 1.5",
+    ),
     "time_against_validation": (
         1.1,
         "scoring against 16 times the validation rows, G built: as fast",
