@@ -347,6 +347,7 @@ def score_long(run: Run) -> Iterator[Row]:
     length = 128 if run.quick else 4096
     size = Size(128, 4, 512, heads=8, rows=1, length=length)
     model, batch = size.model(run.device), size.batch(run.device)
+    shape = size.shape(model)
     config = ScorerConfig(layers=LAYERS)
     scorer = Scorer(model, _size(run, 64).batch(run.device, seed=1), None, config)
     scorer.score(batch)  # builds G
@@ -356,7 +357,7 @@ def score_long(run: Run) -> Iterator[Row]:
         **alternate(
             partial(scorer.score, batch), partial(plain_step, model, batch), repeats=run.pairs(9)
         ),
-        "floor": scoring_floor(size.shape(model), LAYERS),
+        "floor": (shape.forward + scoring_floor(shape, LAYERS, "alphatoken")) / shape.step,
         "tokens": size.rows * size.length,
         "note": "G built beforehand; forward and backward of all parameters, without an optimizer",
     }

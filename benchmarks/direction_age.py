@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,9 +20,15 @@ import torch
 from scipy.stats import spearmanr
 
 from alphatoken import Scorer, masked_sft_loss
+from alphatoken.support.storage import write_text
 from benchmarks.data import MODELS
 from benchmarks.real import batches
 
+RESULT = Path(__file__).parents[1] / "docs" / "direction-age.json"
+CONDITIONS = (
+    "SmolLM2-135M-Instruct, float32, AdamW, batches of 4 x 160 tokens of functions of the Python "
+    "standard library, 8 validation rows, K = 3, draws of the rows' order"
+)
 AGES = (1, 2, 4, 8)
 ROWS, LENGTH, VALIDATION, BATCHES = 4, 160, 8, 4
 """Three batches are trained on in turn; the fourth is valued."""
@@ -58,19 +65,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rates", type=float, nargs="*", default=[2e-5, 5e-5, 1e-4])
     parser.add_argument("--draws", type=int, default=3)
-    parser.add_argument("--json", help="write all correlations into this file")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
-    results: dict[str, Any] = {}
+    rates: dict[str, Any] = {}
     for rate in arguments.rates:
         draws = [correlations(rate, seed) for seed in range(arguments.draws)]
-        results[f"{rate:g}"] = draws
+        steps_of = [*zip(*draws, strict=True)]
+        rates[f"{rate:g}"] = {
+            "median": [round(median(one), 4) for one in steps_of],
+            "least": [round(min(one), 4) for one in steps_of],
+            "draws": draws,
+        }
         cells = (f"{median(one):.3f} ({min(one):.3f})" for one in zip(*draws, strict=True))
         steps = zip(AGES, cells, strict=True)
         print(f"rate {rate:g}:", *(f"{n} steps {cell}" for n, cell in steps), sep="  ", flush=True)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+        result = {"conditions": CONDITIONS, "ages": AGES, "rates": rates}
+        write_text(RESULT, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def prices() -> dict[str, dict[str, Any]]:
     """By model and way: FLOPs, FLOPs against all logits, time with quartiles, time on the GPU."""
     frontier, rows = load(DOCS / "frontier.json"), measured()
     history = RESULTS.with_name("history.jsonl").read_text(encoding="utf-8").splitlines()
-    runs = [run for run in map(json.loads, history) if GPU in run["machine"]["gpu"]]
+    runs = [run for run in map(json.loads, history) if GPU in run["machine"].get("gpu", "")]
     return {
         model: {
             key: _price(name, f"{model}_{timed[0]}", timed[1], frontier[model], rows, runs)
