@@ -81,12 +81,12 @@ def test_files_hold_what_the_scorer_says(world: World, tmp_path: Path) -> None:
                     assert np.array_equal(column, expected), key
                 assert np.array_equal(example.response, values.mask[index, :length].numpy())
     for start in (0, 4, 8, 12):  # and tokens are kept by batches of the file's order
-        own = scored[start : min(start + 4, 14)]
-        total = np.concatenate([one.values["total"][one.response] for one in own])
-        kept = np.concatenate([one.kept[one.response] for one in own])
+        group = scored[start : min(start + 4, 14)]
+        total = np.concatenate([one.values["total"][one.response] for one in group])
+        kept = np.concatenate([one.kept[one.response] for one in group])
         assert kept.sum() == math.ceil(0.5 * len(kept))
         assert total[kept].min() >= total[~kept].max()
-        assert not any(one.kept[~one.response].any() for one in own)
+        assert not any(one.kept[~one.response].any() for one in group)
     assert scored[0].values.keys() >= SPLIT
     assert any(e.values["stability"].any() for e in scored)
     assert tokenizer.decode([scored[0].ids[0]]) == "<start>"
