@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.direction.inputs import DirectionInputs, Retention
 from alphatoken.errors import ModelError
-from alphatoken.model.batch import PreferenceBatch
+from alphatoken.model.batch import LabelledBatch, PreferenceBatch
 from alphatoken.model.fingerprint import numbers_of
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, Mapping):
         yield from _tensors_in(list(value.values()))
-    elif isinstance(value, PreferenceBatch):
+    elif isinstance(value, (PreferenceBatch, LabelledBatch)):
         yield from _tensors_in(list(vars(value).values()))
     elif isinstance(value, (list, tuple)):
         for item in value:  # other collections may read their batches from a disk

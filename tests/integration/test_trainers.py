@@ -142,6 +142,19 @@ def test_a_mixture_trains_on_values_over_its_experts(tmp_path: Path) -> None:
     assert losses(trainer)[-1] < losses(trainer)[0]
 
 
+def test_validation_rows_of_a_run_that_are_written_to_give_a_new_direction(tmp_path: Path) -> None:
+    """Where nothing pins it to a step, the scorer of a run looks at their numbers."""
+    trainer = sft(tmp_path, max_steps=2, retention="none")
+    trainer.train()
+    scorer = trainer.valuation.scorer
+    scorer.pin(None)
+    batch = trainer.row_batch(trainer.train_dataset.select(range(2)))
+    before = scorer.score(batch).total
+    assert torch.equal(scorer.score(batch).total, before)
+    scorer.validation[0].inputs["input_ids"][:, 1] = 5
+    assert not torch.equal(scorer.score(batch).total, before)
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
