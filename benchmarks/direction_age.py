@@ -47,7 +47,7 @@ def correlations(rate: float, seed: int) -> list[float]:
     old, fresh = Scorer(model, validation), Scorer(model, validation)
     old.pin("start")
     old.score(parts[-1])
-    found = []
+    ranks = []
     for step in range(1, max(AGES) + 1):
         part = parts[step % (BATCHES - 1)]
         logits = model(input_ids=part["input_ids"], use_cache=False).logits
@@ -57,8 +57,8 @@ def correlations(rate: float, seed: int) -> list[float]:
         if step in AGES:
             values = [scorer.score(parts[-1]) for scorer in (old, fresh)]
             of_tokens = [v.total[v.mask].numpy() for v in values]
-            found.append(float(spearmanr(*of_tokens).statistic))
-    return found
+            ranks.append(float(spearmanr(*of_tokens).statistic))
+    return ranks
 
 
 def main() -> None:
