@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alphatoken.model import fingerprint
+from alphatoken.model import attention, fingerprint
 from alphatoken.support import devices
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -114,7 +114,12 @@ def as_accelerator() -> Iterator[None]:
 
 @contextmanager
 def counting(counts: Launches) -> Iterator[Launches]:
-    """Inside, everything is counted as an accelerator would be given it."""
+    """Inside, everything is counted as an accelerator would be given it.
+
+    As in a new process: kernels of attention are compared with their calls after the same numbers
+    of calls.
+    """
+    attention._ATTENDED_AS_CALLED.clear()
     with ExitStack() as stack:
         stack.enter_context(as_accelerator())
         stack.enter_context(_Reads(counts))

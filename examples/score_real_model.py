@@ -55,7 +55,7 @@ def score(
         kept = select_top(values.total, values.mask, ratio)
         for index, example in enumerate(chunk):
             length = len(example.input_ids)
-            columns = {c.key: getattr(values, c.key) for c in COMPONENTS}
+            columns = {key: getattr(values, key) for key in COMPONENTS}
             scored.append(
                 ScoredExample(
                     row=example.row.index,

@@ -18,7 +18,13 @@ from alphatoken.direction.objective import (
     objective_value,
     scoring_forward,
 )
-from alphatoken.model.batch import has_response, label_mask, labels_of_all, read_batch
+from alphatoken.model.batch import (
+    LabelledBatch,
+    has_response,
+    label_mask,
+    labels_of_all,
+    read_batch,
+)
 from alphatoken.model.forward import spares_logits, tokens_beside_weights
 from alphatoken.scorer import Observed, Scorer
 from alphatoken.support.progress import shown_progress
@@ -135,13 +141,12 @@ class Valuation:
     def _draw(self, pool: ValidationPool, rows: Sequence[dict[str, Any]], step: int) -> list[Any]:
         """Batches of a pool's rows at this step; those of the last draw where it has the same."""
         chosen, before = pool.rows(step), self._drawn.get(id(pool))
-        # Another number of rows fits once the scorer is built, and a reference that moves gives
-        # other numbers to the same rows.
-        stays = self._scorer is not None and not getattr(self._options, "sync_ref_model", False)
-        if stays and before is not None and before[0] == chosen:
+        if before is not None and before[0] == chosen:
             return before[1]
         batches = self._batches(rows, chosen)
-        if stays:
+        # A reference that moves gives other numbers to the same pairs; and before the scorer is
+        # built fewer rows are taken together.
+        if all(isinstance(batch, LabelledBatch) for batch in batches):
             self._drawn[id(pool)] = chosen, batches
         return batches
 
