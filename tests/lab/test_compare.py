@@ -256,7 +256,10 @@ def test_two_devices_run_two_cells_at_a_time(tmp_path: Path) -> None:
     found = run_grid(cells, GridFolder(tmp_path), seeing, launcher, progress=False)
     assert {status.state for status in found.values()} == {"done"}
     results = results_of(tmp_path)
-    assert sorted(one["seen"]["CUDA_VISIBLE_DEVICES"] for one in results) == ["3", "3", "5", "5"]
+    # Which of them takes how many depends on how fast they are.
+    used = [one["seen"]["CUDA_VISIBLE_DEVICES"] for one in results]
+    assert len(used) == 4
+    assert set(used) == {"3", "5"}
     for one in results:
         assert one["seen"]["port"] == one["seen"]["MASTER_PORT"]
         beside = [
