@@ -64,26 +64,27 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """Whether a tensor has a NaN or Inf: one Boolean for each device and dtype among them."""
-    return [~torch.isfinite(sizes).all() for _, sizes in _norms_by_kind(tensors, math.inf)]
+    return [~torch.isfinite(sizes).all() for _, sizes in norms_by_kind(tensors, math.inf)]
 
 
 def _read_norms(tensors: Mapping[str, Tensor], order: float) -> dict[str, float]:
     norms_by_name = dict.fromkeys(tensors, 0.0)
-    for names, sizes in _norms_by_kind(tensors, order):
+    for names, sizes in norms_by_kind(tensors, order):
         norms_by_name |= zip(names, sizes.double().tolist(), strict=True)
     return norms_by_name
 
 
-def _norms_by_kind(
-    tensors: Mapping[str, Tensor], order: float
+def norms_by_kind(
+    tensors: Mapping[str, Tensor], order: float = 2.0
 ) -> Iterator[tuple[list[str], Tensor]]:
-    """(names, their norms (n,)) of the tensors of each device and dtype, in a few kernels."""
+    """(names, their norms (n,), wide) of the tensors of each device and dtype, in few kernels."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel():  # a process may have no part of a sharded one
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(name)
-    for names in by_kind.values():
-        yield names, torch.stack(torch._foreach_norm([tensors[n].detach() for n in names], order))
+    for (_, dtype), names in by_kind.items():
+        own = [tensors[name].detach() for name in names]
+        yield names, torch.stack(torch._foreach_norm(own, order, dtype=wide(dtype)))
 
 
 class SummedDirection(Mapping[str, Tensor]):

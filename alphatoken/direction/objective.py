@@ -225,13 +225,10 @@ def stream_losses(
     count = 0.0
     for item in items:
         for _, losses, weights, tokens in weighted_losses(adapter, item, first, f"{role} batch"):
-            # The backward runs checkpointed blocks anew, in the mode of the forward. Of uses that
-            # are recorded errors are asked for, which a block that runs anew would not have.
+            # Of uses that are recorded errors are asked for, which a block that a backward runs
+            # anew would not have.
             shortened = checkpointed(adapter, first or 0) if recording is None else nullcontext()
-            with (
-                nullcontext() if recording is None else recording() as recorder,
-                evaluation_mode(adapter.model),
-            ):
+            with nullcontext() if recording is None else recording() as recorder:
                 with scoring_forward(adapter, first), shortened:
                     loss = losses()
                     with torch.enable_grad():

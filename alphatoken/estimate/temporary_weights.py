@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from alphatoken.direction.algebra import norms_by_kind
 from alphatoken.model.sharding import Sharding, objects_in_use
 from alphatoken.support.devices import on_host
 from alphatoken.support.precision import wide
@@ -181,13 +182,7 @@ class TemporaryWeights:
     def _norm(self, tensors: Mapping[str, Tensor]) -> float:
         if self._sharding is not None:
             return math.hypot(*self._sharding.norms(tensors).values())
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for tensor in tensors.values():
-            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
-        parts = [
-            torch.stack(torch._foreach_norm(kind, dtype=wide(dtype))).double()
-            for (_, dtype), kind in by_kind.items()
-        ]
+        parts = [sizes.double() for _, sizes in norms_by_kind(tensors)]
         return float(torch.cat([part.to(parts[0].device) for part in parts]).norm())
 
 

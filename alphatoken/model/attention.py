@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from alphatoken.errors import ModelError
 from alphatoken.model.protocol import AttentionCall, NativeAttention
 from alphatoken.model.switch import BackwardSwitch, around
-from alphatoken.support.devices import is_deferred, refuse
+from alphatoken.support.devices import holds
 from alphatoken.support.precision import full_precision, wide
 
 # Blocks bound the memory, and smaller ones are faster as well, since they fit the processor's
@@ -209,9 +209,7 @@ class AttentionStatistics:
         calls = _ATTENDED_AS_CALLED[kind]
         if calls.bit_count() == 1 or calls % _COMPARED_EVERY == 0:
             otherwise = self._otherwise(lse, saved.dtype)
-            if calls and is_deferred(otherwise):
-                refuse(otherwise, _refuse_kernel)
-            elif bool(otherwise):
+            if not holds(otherwise, _refuse_kernel, before=calls > 0):
                 return None
         _ATTENDED_AS_CALLED[kind] += 1
         return lse

@@ -393,36 +393,40 @@ def _read_numbers(
     labels, on_padding = _off_padding(batch["labels"].long(), attention)
     result = LabelledBatch(inputs, labels, label_mask(labels))
     starts, of_response = _starts(inputs, labels), labels.masked_fill(~result.mask, 0)
-    bad = [on_padding, _outside(batch["input_ids"], rows), _unmeant(attention)]
-    if starts is not None:
-        bad.append(starts & result.mask[:, 1:])
-    longest, length = None, labels.shape[1]
-    if isinstance(position_ids, Tensor) and position_ids.dim() == 2 and length > 0:
-        longest = position_ids.max()
     if not labels.numel():
         return result, True
-    numbers = [result.mask.sum(), *of_response.aminmax()]
-    padded_first = _padded_first(inputs, labels)
-    numbers += [one for one in (longest, padded_first) if one is not None]
-    numbers += [one.any() for one in (starts, *bad) if one is not None]
+    bad = {
+        "on padding": on_padding,
+        "no row": _outside(batch["input_ids"], rows),
+        "unmeant": _unmeant(attention),
+        "start": None if starts is None else starts & result.mask[:, 1:],
+    }
+    last = None
+    if isinstance(position_ids, Tensor) and position_ids.dim() == 2:
+        last = position_ids.max()
+    numbers = {
+        "count": result.mask.sum(),
+        **dict(zip(("least", "largest"), of_response.aminmax(), strict=True)),
+        "last": last,
+        "begins": _padded_first(inputs, labels),
+        **{
+            what: None if one is None else one.any()
+            for what, one in {"packed": starts, **bad}.items()
+        },
+    }
     # Each number that is read alone waits for the device.
-    together = torch.stack([number.to(labels) for number in numbers])
-    count, least, largest, *others = (int(number) for number in together.tolist())
-    if longest is not None:
-        length, *others = others[0] + 1, *others[1:]
-    packed = begins = False
-    if padded_first is not None:
-        begins, *others = bool(others[0]), *others[1:]
-    if starts is not None:
-        packed, *others = bool(others[0]), *others[1:]
-    _places_and_bounds(labels, bounds=False, read=(count, least, largest))
+    present = {what: number.to(labels) for what, number in numbers.items() if number is not None}
+    read = dict(zip(present, torch.stack([*present.values()]).tolist(), strict=True))
+    bounds = read["count"], read["least"], read["largest"]
+    _places_and_bounds(labels, bounds=False, read=bounds)
     # What would be read again.
-    vars(result)["begins_with_padding"] = begins
+    vars(result)["begins_with_padding"] = bool(read.get("begins"))
     vars(result)["document_starts"] = (
-        _of_every_row(starts, labels) if packed and starts is not None else None
+        _of_every_row(starts, labels) if starts is not None and read["packed"] else None
     )
-    too_long = max_length is not None and length > max_length
-    return result, count == 0 or too_long or any(others)
+    longest = labels.shape[1] if last is None else read["last"] + 1
+    too_long = max_length is not None and longest > max_length
+    return result, read["count"] == 0 or too_long or any(read.get(what) for what in bad)
 
 
 def _refuse_numbers(

@@ -239,12 +239,9 @@ class Recorder:
         """
         if not isinstance(s, Tensor) or not args or not s.requires_grad or _inside_backward():
             return None
-        if not self.capturing:
-            # Nothing is asked of it but where scores come from. A backward runs checkpointed
-            # blocks anew, whose outputs are of no forward.
-            if torch._C._current_graph_task_id() == -1:
-                self._keep()
-                self.nodes[s.grad_fn] = s.dtype
+        if not self.capturing:  # nothing is asked of it but where scores come from
+            self._keep()
+            self.nodes[s.grad_fn] = s.dtype
             return None
         x: Tensor = args[0]
         if s.ndim == 3:

@@ -35,7 +35,7 @@ from alphatoken.errors import ModelError
 from alphatoken.model.batch import by_prediction, token_losses
 from alphatoken.model.head import HeadUse, head_losses, output_head, rounding_tolerance
 from alphatoken.model.protocol import DecoderAdapter
-from alphatoken.support.devices import is_deferred, refuse
+from alphatoken.support.devices import holds
 
 # --- modes of the model ---------------------------------------------------------------------------
 
@@ -144,9 +144,19 @@ def checkpoints(adapter: DecoderAdapter) -> bool:
 def checkpointed(adapter: DecoderAdapter, first: int) -> Iterator[None]:
     """Run the blocks from ``first`` on under gradient checkpointing, where training does so.
 
-    A forward inside keeps the inputs of these blocks alone, and its backward runs each block once
-    more: it must come in the same mode of the model. What a forward draws is not restored.
+    A forward inside, in evaluation mode, keeps the inputs of these blocks alone; its backward runs
+    each block once more, in that mode whatever the model's is by then.
     """
+
+    def of_evaluation(block: nn.Module) -> Callable[..., Any]:
+        forward = block.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with evaluation_mode(block):
+                return forward(*args, **kwargs)
+
+        return run
+
     # By itself the model checkpoints in training mode only, by a flag that its dropout may read.
     blocks = adapter.layers()[first:] if checkpoints(adapter) else ()
     missing = object()
@@ -154,7 +164,7 @@ def checkpointed(adapter: DecoderAdapter, first: int) -> Iterator[None]:
     try:
         for block in before:
             block.__dict__["forward"] = partial(
-                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+                checkpoint, of_evaluation(block), use_reentrant=False, preserve_rng_state=False
             )
         yield
     finally:
@@ -407,14 +417,10 @@ class _HeadInput(TorchFunctionMode):
         differ = self._differ(logits) if self.is_handed_on(logits) else None
         if differ is None:
             return False
-        # Once seen, a later pass does not wait to see it again: it is refused if it is otherwise.
-        if head in _UNCHANGED and is_deferred(differ):
-            refuse(differ, partial(_refuse_changed, head))
-            return True
-        if bool(differ):
-            return False
-        _UNCHANGED.add(head)
-        return True
+        equal = holds(differ, partial(_refuse_changed, head), before=head in _UNCHANGED)
+        if equal:
+            _UNCHANGED.add(head)
+        return equal
 
     def _differ(self, logits: Tensor) -> Tensor | None:
         """Whether the head's numbers are other than the model's; None if they have no equals."""

@@ -59,10 +59,22 @@ def refuse(bad: Tensor, raise_error: Callable[[], None]) -> None:
     with others: each that is read alone waits for all work that was given to the device before.
     """
     pending = _PENDING.get()
-    if pending is not None and is_deferred(bad):
+    if pending is not None and is_deferred(bad):  # the first says to the type checker what it is
         pending.append((bad, raise_error))
     elif bool(bad):
         raise_error()
+
+
+def holds(broken: Tensor, raise_error: Callable[[], None], *, before: bool) -> bool:
+    """Whether ``broken``, one Boolean, is false; waits for the device.
+
+    Not where it held ``before`` and refusals are deferred: it is then taken to hold, and
+    ``raise_error`` is called later if it does not.
+    """
+    if before and is_deferred(broken):
+        refuse(broken, raise_error)
+        return True
+    return not bool(broken)
 
 
 @contextmanager

@@ -401,9 +401,13 @@ def even_micro_batches(
     # leave the others waiting. ValidationPool.share_of has seen to as many rows as processes.
     longest = -(-len(rows) // world)
     pieces = 1 if size is None else min(-(-longest // size), len(rows) // world)
-    own = tuple(rows[rank::world])
-    bounds = [len(own) * i // pieces for i in range(pieces + 1)]
-    return [own[a:b] for a, b in itertools.pairwise(bounds)]
+    return in_pieces(tuple(rows[rank::world]), pieces)
+
+
+def in_pieces(rows: tuple[int, ...], pieces: int) -> list[tuple[int, ...]]:
+    """Rows in so many pieces of consecutive ones, whose numbers of rows differ by one at most."""
+    bounds = [len(rows) * i // pieces for i in range(pieces + 1)]
+    return [rows[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 # --- weights --------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from alphatoken.scorer import Observed, Scorer
 from alphatoken.support.progress import shown_progress
 from alphatoken.train.distributed import (
     even_micro_batches,
+    in_pieces,
     layout,
     master_weights,
     needs_own_forward,
@@ -175,9 +175,7 @@ class Valuation:
             parts = even_micro_batches(chosen, ranks.rank, ranks.world, size)
         else:
             own = ValidationPool.share_of(chosen, ranks.rank, ranks.world)
-            pieces = 1 if size is None else max(1, -(-len(own) // size))
-            bounds = [len(own) * i // pieces for i in range(pieces + 1)]
-            parts = [own[a:b] for a, b in pairwise(bounds)]
+            parts = in_pieces(own, 1 if size is None else max(1, -(-len(own) // size)))
         return [self._checked(self._trainer_loss.row_batch([rows[i] for i in p])) for p in parts]
 
     def _checked(self, batch: Any) -> Any:

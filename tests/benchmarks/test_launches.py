@@ -69,7 +69,7 @@ MENDS: dict[str, tuple[str, list[tuple[Any, str, Any]]]] = {
     "places of tokens known": ("top", [(trainer_loss, "remember_places", lambda *_: None)]),
     "blocks of logits by device": ("observe", [(head, "_WORKSPACE_OF_ACCELERATOR", 2**18)]),
     "ledger written at times": ("top", [(records, "_UNWRITTEN", 1)]),
-    "norms of lists": ("label", [(algebra, "_norms_by_kind", one_by_one)]),
+    "norms of lists": ("label", [(algebra, "norms_by_kind", one_by_one)]),
     "moves of lists": ("observe-label", [(temporary_weights, "on_host", lambda _: True)]),
     "head shared where it is used": ("label", [(Label, "shares_head", True)]),
     "checkpointing left on": ("label", [(forward, "checkpoints", lambda _: False)]),
