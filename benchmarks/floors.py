@@ -127,6 +127,11 @@ class Shape:
         """Forward and backward of a training step; no optimizer."""
         return self.forward + self.backward()
 
+    @property
+    def recomputing_step(self) -> int:
+        """The same where the head's logits are not kept and its backward forms them again."""
+        return self.step + self.head
+
     def partial_backward(self, layers: int, *, head: bool = True) -> int:
         """Errors at the outputs of all linears of the last ``layers`` layers, no weight gradient.
 

@@ -17,16 +17,27 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from alphatoken import Scorer, ScorerConfig, masked_sft_loss
+from alphatoken.cli import main as cli
+from alphatoken.data import Example, encode
+from alphatoken.data.rows import Row
+from alphatoken.data.stdlib import code_rows
+from alphatoken.score import run
+from alphatoken.support.storage import write_jsonl
 from alphatoken.train.hooks import checkpointing_option
 from benchmarks.counting import Launches, counting
+from benchmarks.data import MODELS
 from benchmarks.models import decoder
 
 ROWS, LENGTH, VOCABULARY, VALIDATION, DEPTH = 2, 64, 49_152, 32, 30
@@ -146,6 +157,61 @@ def observed_step(options: Mapping[str, Any] | None, *, depth: int = DEPTH) -> L
     return counts
 
 
+@dataclass(frozen=True)
+class CorpusCounts:
+    """Counts of ``alphatoken score`` on a corpus.
+
+    Attributes:
+        positions: computed for each real token; what is above 1 is padding.
+        waits: of each batch after the second.
+        tokenised: times that each row was.
+    """
+
+    positions: float
+    waits: float
+    tokenised: float
+
+
+def scored_corpus(folder: Path, *, count: int = 64, batch: int = 8) -> CorpusCounts:
+    """Counts of rows of the standard library, valued by the model in this folder."""
+    computed, waits, encoded = list[tuple[int, int]](), list[int](), list[str]()
+    score_batch, encode_example = run._score_batch, encode.encode_example
+
+    def counted_batch(job: Any, scorer: Any, examples: Sequence[Example]) -> Any:
+        lengths = [len(example.input_ids) for example in examples]
+        computed.append((max(lengths) * len(lengths), sum(lengths)))
+        with counting(Launches()) as counts:
+            scored = score_batch(job, scorer, examples)
+        waits.append(counts.waits.total())
+        return scored
+
+    def counted_row(row: Row, *rest: Any) -> Example:
+        encoded.append(row.place)
+        return encode_example(row, *rest)
+
+    with tempfile.TemporaryDirectory() as out, ExitStack() as stack:
+        rows = Path(out, "rows.jsonl")
+        write_jsonl(rows, [{"prompt": r.prompt, "response": r.response} for r in code_rows(count)])
+        held_out = Path(out, "validation.jsonl")
+        texts = [{"prompt": r.prompt, "response": r.response} for r in code_rows(count + 4)]
+        write_jsonl(held_out, texts[count:])
+        stack.enter_context(mock.patch.object(run, "_score_batch", counted_batch))
+        stack.enter_context(mock.patch.object(encode, "encode_example", counted_row))
+        words = f"score --model_name_or_path {folder} --train_file {rows} --validation_file "
+        words += f"{held_out} --output_dir {out}/values --per_device_train_batch_size {batch} "
+        status = cli(f"{words} --max_length 256 --quiet --on_empty skip --no_report".split())
+    if status:
+        raise RuntimeError(f"alphatoken score ended with {status}")
+    positions, tokens = (sum(column) for column in zip(*computed, strict=True))
+    # The first batches build G and prove coverage.
+    steady = waits[2:]
+    return CorpusCounts(
+        positions / tokens,
+        sum(steady) / len(steady),
+        len(encoded) / len({*encoded}),
+    )
+
+
 LABEL_ALL = {"estimator": "label", "parameters": "all", "layers": "all"}
 """Beside a forward that the loop itself runs, its derivative is one-sided by default."""
 
@@ -181,16 +247,26 @@ STEPS: dict[str, tuple[str, Callable[..., Launches]]] = {
     "observe-label": ("a plain loop with observe(), label", partial(observed_step, LABEL_ALL)),
 }
 """Steps by name: what each is, and its counts."""
+CORPUS = "corpus"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="STEP", help=", ".join(STEPS))
+    names = [*STEPS, CORPUS]
+    parser.add_argument("names", nargs="*", metavar="STEP", help=", ".join(names))
     parser.add_argument("--where", action="store_true", help="the places that launch and wait")
     parser.add_argument("--json", help="write kernels and waits by step into this file")
     arguments = parser.parse_args()
-    results = {}
-    for name in arguments.names or STEPS:
+    results = dict[str, dict[str, float]]()
+    for name in arguments.names or names:
+        if name == CORPUS:
+            corpus = scored_corpus(MODELS["smollm2"].folder())
+            results[name] = asdict(corpus)
+            print(
+                f"{'score, in batches of 8':40} {corpus.positions:.2f} positions a token, "
+                f"{corpus.waits:.0f} waits a batch, each row tokenised {corpus.tokenised:.0f} times"
+            )
+            continue
         title, count = STEPS[name]
         counts = count()
         kernels, waits = counts.kernels.total(), counts.waits.total()

@@ -13,13 +13,16 @@ import os
 import resource
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from trl.trainer import utils
 
 from alphatoken import Scorer, ScorerConfig, masked_sft_loss
+from alphatoken.train.log_prob_proxy import shared_log_probs
 from benchmarks.models import Size, fisher
 
 LAYERS = 3
@@ -46,6 +49,37 @@ def observed_step(scorer: Scorer, model: Any, batch: Any, *, components: bool) -
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         observed.values(logits, batch["labels"], components=components)
     masked_sft_loss(logits, batch["labels"], mask).backward()
+
+
+def head_at_responses(model: Any) -> Any:
+    """The model with TRL's own head, at response tokens as TRL's trainer runs it on CUDA."""
+    # Without Triton TRL scores every position, for devices that compile anew for each shape.
+    utils._use_triton = lambda device: True
+    utils.add_fused_lm_head(model)
+    return model
+
+
+def trl_step(
+    model: Any, batch: Any, scorer: Scorer | None = None, *, components: bool = True
+) -> None:
+    """Forward and backward of all parameters by TRL's own head, observed and valued or not.
+
+    Args:
+        model: of ``head_at_responses``.
+        batch: ids and labels, no padding.
+        scorer: values every response token by the step's own forward; None for the step alone.
+        components: as for ``Observed.values``.
+    """
+    model.zero_grad()
+    labels = batch["labels"]
+    with nullcontext() if scorer is None else scorer.observe() as observed:
+        output = model(input_ids=batch["input_ids"], labels=labels, fused_lm_head=True)
+        loss = output.loss
+        if observed is not None:  # as our trainers do: one error of the head for both
+            log_probs = shared_log_probs(output.log_probs, labels)
+            observed.values(log_probs, labels, components=components)
+            loss = -log_probs.sum() / (labels[:, 1:] != -100).sum()
+    loss.backward()
 
 
 def scorer_for(model: Any, size: Size, device: torch.device, *, retention: bool) -> Scorer:

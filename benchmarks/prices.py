@@ -2,7 +2,8 @@
 
 ``docs/prices.json`` holds its numbers for ``docs/numbers.toml``, so that every page states the same
 price. FLOPs are those of ``benchmarks.frontier.settings``, whose step forms the head where a loss
-reads it. The other columns are against the step as PyTorch runs it, with logits at all positions.
+reads it. Times are against TRL's step with its own head at response tokens, which forms the logits
+once more in the backward; the GPU's, which are older, against a step with logits at all positions.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from benchmarks.data import MODELS
 from benchmarks.pages import DOCS, RESULTS, load, measured, number, span, table
 
 FILE = DOCS / "prices.json"
-PRICED = ("smollm2", "gemma3")
-"""Models of the table."""
+PRICED = ("smollm2",)
+"""Models of the table: those whose times are against TRL's own head."""
 
 GPU = "H200"
 _SIZE = "2 x 512 tokens"
@@ -54,7 +55,7 @@ and size of its rows in ``results.json``, after the model's."""
 
 
 def prices() -> dict[str, dict[str, Any]]:
-    """By model and way: FLOPs, FLOPs against all logits, time with quartiles, time on the GPU."""
+    """By model and way: FLOPs, time with quartiles, time on the GPU."""
     frontier, rows = load(DOCS / "frontier.json"), measured()
     history = RESULTS.with_name("history.jsonl").read_text(encoding="utf-8").splitlines()
     runs = [run for run in map(json.loads, history) if GPU in run["machine"].get("gpu", "")]
@@ -79,7 +80,6 @@ def _price(record: str, name: str, size: str, counted: Any, rows: Any, runs: Any
     gpu = [ratio for run in runs for size, ratio in run["ratios"].items() if size.startswith(key)]
     return {
         "flops": price[record] - whole * forward,
-        "flops_all_logits": row["flops"] / row["flops_other"] - whole,
         "time": row["ratio"] - whole,
         "low": row["low"] - whole,
         "high": row["high"] - whole,
@@ -89,13 +89,12 @@ def _price(record: str, name: str, size: str, counted: Any, rows: Any, runs: Any
 
 def table_of_prices() -> str:
     """In training steps of the same batch."""
-    head = ("values", "model", "FLOPs", "FLOPs, all logits", "time on a CPU", f"time on one {GPU}")
+    head = ("values", "model", "FLOPs", "time on a CPU", f"time on one {GPU}")
     lines = [
         (
             says,
             MODELS[model].name,
             number(price["flops"]),
-            number(price["flops_all_logits"]),
             span((price["time"], price["low"], price["high"])),
             number(price["gpu_time"]),
         )

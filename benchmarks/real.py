@@ -4,9 +4,9 @@ Batches are 4 x 160 and 2 x 512 tokens of real rows (``real_rows``). A step is f
 the response tokens and backward of all parameters, without an optimizer. Everything is run once to
 count its FLOPs, then timed round by round, so that each ratio is of two times of one round.
 
-The other side of every row is the step as PyTorch runs it, with logits at all positions. Our floor
-forms the head at the positions that predict a response token, once for training and valuing, so it
-can lie below what the step's own head costs.
+The other side of every row is the step as TRL's trainer runs it on an accelerator: TRL's own head,
+at the positions that predict a response token, whose logits its backward forms once more. Floors
+are of the arithmetic alone, with a head that is formed once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,15 @@ from benchmarks.data import MODELS, Model
 from benchmarks.floors import Shape
 from benchmarks.frontier.draws import FORMATS
 from benchmarks.measure import Run, compared, in_turn
-from benchmarks.peak import LAYERS, fresh_mib, observed_step, plain_step, print_peak
+from benchmarks.peak import (
+    LAYERS,
+    fresh_mib,
+    head_at_responses,
+    observed_step,
+    plain_step,
+    print_peak,
+    trl_step,
+)
 
 Measured = dict[str, Any]
 Batch = dict[str, Tensor]
@@ -93,7 +101,7 @@ def rows_of(run: Run, real: Model) -> Iterator[Measured]:
     """All rows of one model; none where it is not here."""
     if not is_here(real):
         return
-    model = real.load().to(run.device).train()
+    model = head_at_responses(real.load().to(run.device).train())
     for index, (rows, length) in enumerate(QUICK if run.quick else SIZES):
         estimators = FEW if index or run.quick else ALL[real.key]
         sides = partial(_sides, estimators=estimators)
@@ -103,7 +111,7 @@ def rows_of(run: Run, real: Model) -> Iterator[Measured]:
 def differences_of(run: Run, real: Model) -> Iterator[Measured]:
     """Rows of label values over all parameters by forwards alone; none where it is not here."""
     if is_here(real):
-        model = real.load().to(run.device).train()
+        model = head_at_responses(real.load().to(run.device).train())
         for size in QUICK if run.quick else SIZES:
             measured = _of_batch(run, real, model, size, _by_differences, run.pairs(6))
             # A forward is timed there too, and stands in its own row already.
@@ -120,7 +128,7 @@ def _of_batch(
 ) -> Iterator[Measured]:
     batch, validation = batches_of(real, size, run.device)
     sides = {
-        "step": Side("step", "", partial(plain_step, model, batch), lambda shape: shape.step),
+        "step": Side("step", "", partial(trl_step, model, batch), lambda shape: shape.step),
         "forward": Side(
             "forward", "", partial(_forward, model, batch), lambda shape: shape.forward
         ),
@@ -142,9 +150,7 @@ def _of_batch(
                 "name": f"{real.key}_{side.row}",
                 "size": f"{side.what}; {text}" if side.what else text,
                 **compared(seconds[name], seconds["step"]),
-                **_floors(
-                    side, shape, validation_responses if side.row == "validation" else responses
-                ),
+                **_floors(side, shape.with_responses(responses), validation_responses),
                 "flops": counted[name],
                 "flops_other": counted["step"],
                 "tokens": shape.tokens,
@@ -153,15 +159,10 @@ def _of_batch(
             }
 
 
-def _floors(side: Side, shape: Shape, responses: int) -> Measured:
-    """Over the step as it runs; the rows of ``observe`` have their target from it."""
-    read = shape.with_responses(responses)
-    floor = side.floor(shape if side.row == "forward" else read)
-    if side.row == "observe_k3":  # the loop's own forward has logits of all positions
-        floor += shape.head - read.head
-    if side.row == "label_one_sided":  # the step beside it forms the head's errors where it is read
-        floor -= 2 * (shape.head - read.head)
-    floor /= shape.step
+def _floors(side: Side, shape: Shape, validation_responses: int) -> Measured:
+    """Over the step as TRL runs it; the rows of ``observe`` have their target from it."""
+    valued = shape.with_responses(validation_responses) if side.row == "validation" else shape
+    floor = side.floor(valued) / shape.recomputing_step
     return {"floor": floor, **({"target": 1.05 * floor} if side.row == "observe_k3" else {})}
 
 
@@ -181,7 +182,8 @@ def _sides(
         scorer.score(batch)  # builds G and proves coverage
         what = f"{estimator}, K={LAYERS}"
         yield Side("score_k3", what, partial(scorer.score, batch), partial(_scored, estimator))
-        step = partial(observed_step, scorer, model, batch, components=True)
+        step = partial(trl_step, model, batch, scorer)
+        step()  # what is looked at in the first step alone is no part of a price
         yield Side("observe_k3", what, step, partial(_observed, estimator))
         if estimator != estimators[0]:
             continue
@@ -206,7 +208,7 @@ def _by_differences(model: Any, batch: Batch, validation: Batch) -> Iterator[Sid
     for form in FORMS:
         config = ScorerConfig("label", layers="all", parameters="all", derivative=form)
         scorer = Scorer(model, validation, None, config)
-        step = partial(observed_step, scorer, model, batch, components=True)
+        step = partial(trl_step, model, batch, scorer)
         work = step if form == "one_sided" else partial(scorer.score, batch)
         # The error is looked at on the first batch and the 2nd, 4th, 8th, 16th: two forwards more,
         # on each 32nd in a longer run. None of the timed ones is such a batch: one counts FLOPs.
@@ -227,7 +229,7 @@ def _forwards(count: int, shape: Shape) -> float:
 
 def _forward(model: Any, batch: Batch) -> None:
     with torch.no_grad():
-        model(input_ids=batch["input_ids"], use_cache=False)
+        model(input_ids=batch["input_ids"], labels=batch["labels"], fused_lm_head=True)
 
 
 def _build(scorer: Scorer) -> None:
@@ -253,8 +255,8 @@ def _scored(estimator: str, shape: Shape) -> float:
 
 
 def _observed(estimator: str, shape: Shape) -> float:
-    """A step, and the values of its forward: the head's error is formed once."""
-    return shape.step + scoring_floor(shape, LAYERS, estimator)
+    """TRL's step, and the values of its forward: the head's error is formed once."""
+    return shape.recomputing_step + scoring_floor(shape, LAYERS, estimator)
 
 
 def _gradient(shape: Shape) -> float:
@@ -317,36 +319,43 @@ def checkpointed_memory(run: Run) -> Iterator[dict[str, Any]]:
         return
     for estimator, (size, target, _) in CHECKPOINTED.items():
         rows = size if not run.quick else QUICK[0]
-        plain, ours = (
-            _peak(SMOLLM2, f"checkpointed_{what}", rows, run.device) for what in ("step", estimator)
-        )
-        yield {
-            "name": "checkpointed_peak_memory",
-            "size": f"{estimator} over all parameters, observed; {rows[0]} x {rows[1]} tokens of "
-            f"{source()}",
-            "ours": ours,
-            "other": plain,
-            "ratio": ours / plain,
-            "floor": 1.0,
-            "target": target,
-            "unit": "MiB",
-            "note": "MiB of the whole process, no optimizer, against a plain checkpointed step's",
-        }
+        for head, promised in (("", {"target": target}), ("trl_", {})):
+            whats = (f"checkpointed_{head}{what}" for what in ("step", estimator))
+            plain, ours = (_peak(SMOLLM2, what, rows, run.device) for what in whats)
+            logits = "TRL's head at response tokens" if head else "all logits"
+            yield {
+                "name": "checkpointed_peak_memory" if promised else "checkpointed_peak_trl",
+                "size": f"{estimator} over all parameters, observed, {logits}; "
+                f"{rows[0]} x {rows[1]} tokens of {source()}",
+                "ours": ours,
+                "other": plain,
+                "ratio": ours / plain,
+                "floor": 1.0,
+                **promised,
+                "unit": "MiB",
+                "note": "MiB of the whole process, no optimizer, against a checkpointed step's",
+            }
 
 
-def _checkpointed(model: Any, estimator: str, batch: Batch, validation: Batch) -> None:
+def _checkpointed(model: Any, what: str, batch: Batch, validation: Batch) -> None:
+    estimator = what.removeprefix("trl_")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if estimator != what:
+        head_at_responses(model)
     scorer = None
     if estimator != "step":
         config = ScorerConfig(estimator=estimator, **CHECKPOINTED[estimator][2])
         scorer = Scorer(model, validation, None, config)
     for _ in range(2):
-        if scorer is None:
+        if scorer is not None:
+            model.zero_grad()
+            scorer.refresh()
+        if estimator != what:
+            trl_step(model, batch, scorer, components=False)
+        elif scorer is None:
             plain_step(model, batch)
-            continue
-        model.zero_grad()
-        scorer.refresh()
-        observed_step(scorer, model, batch, components=False)
+        else:
+            observed_step(scorer, model, batch, components=False)
 
 
 def _weights_mib(real: Model) -> float:
@@ -391,7 +400,7 @@ def main() -> None:
     """Do one thing and print the peak."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=list(ALL))
-    ways = ["step", *CHECKPOINTED]
+    ways = [f"{head}{way}" for head in ("", "trl_") for way in ("step", *CHECKPOINTED)]
     parser.add_argument(
         "what",
         choices=["step", *ESTIMATORS, "label_all", *FORMS, *(f"checkpointed_{w}" for w in ways)],

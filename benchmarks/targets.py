@@ -27,6 +27,13 @@ TARGETS: dict[str, tuple[float | None, str]] = {
     ),
     "score_peak_memory": (1.15, "peak memory of the same: at most 1.15"),
     "time_exponent": (1.1, "time grows as T to at most 1.1, attention apart, to T = 8192"),
+    **{
+        f"time_exponent{of}_whole": (
+            None,
+            f"the exponent{says} with attention: at most that of the FLOPs and 0.1",
+        )
+        for of, says in (("", ""), ("_label", " of `label`"))
+    },
     "score_overhead_k3_fisher": (1.12, "the same step with both sides of M"),
     "score_peak_memory_fisher": (1.15, "its peak memory"),
     "time_exponent_label": (1.1, "the exponent of `label`"),

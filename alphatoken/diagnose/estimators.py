@@ -123,8 +123,10 @@ def _oracle(
 
 
 _AT = torch.ops.aten
-# torch counts the attention kernels of accelerators; the CPU's is the same product.
-_CPU_ATTENTION: dict[Any, Any] = {
+# torch counts the attention kernels of accelerators, and products that are added to a new tensor;
+# those of the CPU, and those that are added in place, are the same products.
+_COUNTED_TOO: dict[Any, Any] = {
+    _AT.addmm_: lambda total, a, b, *_, **__: 2 * a[0] * a[1] * b[1],
     _AT._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: int(
         sdpa_flop_count(query, key, value)
     ),
@@ -136,7 +138,7 @@ _CPU_ATTENTION: dict[Any, Any] = {
 
 def flops(work: Callable[[], object]) -> float:
     """FLOPs of matrix products and attention kernels of one call, as torch counts them."""
-    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=_COUNTED_TOO) as counter:
         work()
     return float(counter.get_total_flops())
 

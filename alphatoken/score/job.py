@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -61,6 +62,10 @@ OUTCOMES = (
 """Outcome of a row; only "train" is valued."""
 
 
+MOST_TOKENS = 2**24
+"""Tokens of a corpus that are kept between its survey and its valuing: 128 MiB."""
+
+
 @dataclass
 class CorpusSurvey:
     """Outcomes of the rows of a source, counted as they are read.
@@ -69,11 +74,30 @@ class CorpusSurvey:
         counts: of rows, by outcome: one of :data:`OUTCOMES`.
         encoded: sums up those that became tokens.
         bad: index, place and reason of each row that cannot be read or written as tokens.
+        tokens: of the rows that are valued, by index, each without its text; None where they are
+            more than ``MOST_TOKENS``: such rows are written as tokens again when they are valued.
     """
 
     counts: dict[str, int] = field(default_factory=Counter)
     encoded: EncodeReport = field(default_factory=EncodeReport)
     bad: list[dict[str, Any]] = field(default_factory=list)
+    tokens: dict[int, tuple[Row, array[int], array[int]]] | None = field(default_factory=dict)
+
+    def add_tokens(self, example: Example) -> None:
+        """Keep the tokens of a row that is valued, as long as all of them are few enough."""
+        if self.encoded.tokens > MOST_TOKENS:
+            self.tokens = None
+        if self.tokens is not None:
+            ids, labels = (array("i", part) for part in (example.input_ids, example.labels))
+            self.tokens[example.row.index] = (replace(example.row, turns=()), ids, labels)
+
+    def examples(self, rows: range) -> Iterator[Example]:
+        """Those of these rows that are valued, without their text; as ``Corpus.examples``."""
+        assert self.tokens is not None
+        for index in rows:
+            if index in self.tokens:
+                row, ids, labels = self.tokens[index]
+                yield Example(row, ids.tolist(), labels.tolist())
 
     def add_bad(self, index: int, place: str, reason: str) -> None:
         """Count a bad row, and keep what is wrong with it."""
@@ -164,7 +188,9 @@ class Corpus:
             DataError: as of :meth:`examples`; or no row is left.
         """
         outcomes, survey = CorpusSurvey(), self.source.survey()
-        for number, _ in enumerate(self._each(0, None, survey, outcomes)):
+        for number, example in enumerate(self._each(0, None, survey, outcomes)):
+            if example is not None:
+                outcomes.add_tokens(example)
             if number % 256 == 0:
                 report(number)
         report(self.source.rows)  # so that what was read has a line of its own
@@ -292,6 +318,17 @@ class Job:
         """The rows of a block."""
         rows = range(self.corpus.source.rows)
         return rows[number * self.block_size : (number + 1) * self.block_size]
+
+    def examples(self, rows: range) -> Iterator[Example]:
+        """Those of these rows that are valued; written as tokens once, where the survey kept them.
+
+        Raises:
+            DataError: as of :meth:`Corpus.examples`.
+        """
+        if self.survey is None or self.survey.tokens is None:
+            yield from self.corpus.examples(rows.start, rows.stop)
+            return
+        yield from self.survey.examples(rows)
 
     def scorer(self) -> Scorer:
         """A scorer of its own validation rows; it builds G when it is first used.

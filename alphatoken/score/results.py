@@ -345,7 +345,8 @@ def _certificate(scorer: Scorer, job: Job) -> Certificate | None:
     options = job.options
     if options.verify is None:
         return None
-    few = islice(job.corpus.examples(), min(options.per_device_train_batch_size, 2))
+    rows = range(job.corpus.source.rows)
+    few = islice(job.examples(rows), min(options.per_device_train_batch_size, 2))
     return scorer.verify(
         on_device(collate(list(few)), job.model),
         tokens=options.verify,

@@ -14,13 +14,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +47,8 @@ from alphatoken.support.resume import (
     require_writable,
 )
 from alphatoken.support.storage import try_lock, write_json
+
+_T = TypeVar("_T")
 
 
 def score_corpus(options: ScoreOptions) -> None:
@@ -169,10 +172,10 @@ def value_block(
         ModelError: out of memory.
     """
     block, size = job.block_rows(number), job.options.per_device_train_batch_size
-    examples = job.corpus.examples(block.start, block.stop)
+    examples, count = job.examples(block), max(_WINDOW // size, 1) * size
 
     def scored() -> Iterator[ScoredExample]:
-        while window := list(islice(examples, max(_WINDOW // size, 1) * size)):
+        for window in _read_ahead(iter(lambda: list(islice(examples, count)), [])):
             first, last = (window[place].row.index - block.start for place in (0, -1))
 
             def share_done(share: float, first: int = first, last: int = last) -> None:
@@ -181,6 +184,15 @@ def value_block(
             yield from _score_window(job, scorer, window, share_done)
 
     write_values(job.value_file(number), scored())
+
+
+def _read_ahead(items: Iterator[_T]) -> Iterator[_T]:
+    """The items; a thread makes the next one while the last is in use."""
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = reader.submit(next, items, None)
+            yield item
 
 
 _WINDOW = 512

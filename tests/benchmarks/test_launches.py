@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,10 +14,11 @@ from alphatoken.direction import algebra
 from alphatoken.estimate import temporary_weights
 from alphatoken.estimate.label import Label
 from alphatoken.model import forward, head
+from alphatoken.score import job
 from alphatoken.support import devices
 from alphatoken.train import records, trainer_loss, valuation
 from alphatoken.train.valuation import Valuation
-from benchmarks.launches import STEPS
+from benchmarks.launches import STEPS, scored_corpus
 
 DEPTH = 4
 """Layers, in place of SmolLM2's 30."""
@@ -45,6 +47,19 @@ def test_a_step_launches_what_it_did(name: str) -> None:
     kernels, waits = counted(name)
     assert abs(kernels / COUNTS[name][0] - 1) <= TOLERANCE, f"{kernels} kernels"
     assert waits == COUNTS[name][1]
+
+
+def test_a_corpus_is_batched_by_length_and_tokenised_once(library_decoder: Path) -> None:
+    counts = scored_corpus(library_decoder, count=40)
+    assert counts.positions == pytest.approx(1.05, abs=0.02)
+    assert (counts.waits, counts.tokenised) == (6, 1)
+
+
+def test_rows_beyond_what_is_kept_are_tokenised_again(library_decoder: Path) -> None:
+    """As in other processes: the survey of all rows and their valuing each tokenise them."""
+    with mock.patch.object(job, "MOST_TOKENS", 100):
+        counts = scored_corpus(library_decoder, count=24)
+    assert 1.7 < counts.tokenised <= 2  # validation rows once
 
 
 def one_by_one(tensors: Any, order: float = 2.0) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import real
 from benchmarks.data import Model
+from benchmarks.floors import Shape
 from benchmarks.measure import Run
 from benchmarks.targets import judged
 
@@ -34,15 +35,19 @@ def test_every_side_is_measured_and_none_goes_below_its_floor(small: Model) -> N
         "forward", "score_k3", "observe_k3", "validation", "first_use", "label_linears",
         "label_all", "label_central", "label_one_sided",
     }  # fmt: skip
+    shape = Shape.of(small.load(), *real.QUICK[0])
+    responses = int(found[0]["size"].split(", ")[-1].split()[0])
+    # Of the head's products the logits alone are formed once more than in TRL's own step.
+    logits = shape.with_responses(responses).head / found[0]["flops_other"]
     for row in found:
         counted = row["flops"] / row["flops_other"]
         assert row["floor"] <= counted * (1 + 1e-9), row["size"]
         assert row["ratio"] > 0
         assert row["pairs"] == 1
         assert "of the standard library, " in row["size"]
-        # One error of the head, for values and training: no product of theirs with the vocabulary.
+        # One error of the head, for values and training: no other product with the vocabulary.
         if row["name"].endswith("observe_k3") and row["size"].startswith("label"):
-            assert counted <= 1.01 * row["floor"]
+            assert counted <= 1.01 * (row["floor"] + logits)
     forward = next(row for row in found if row["name"].endswith("_forward"))
     assert forward["flops"] / forward["flops_other"] == pytest.approx(forward["floor"], rel=1e-12)
     observed = next(row for row in found if row["name"].endswith("observe_k3"))
@@ -50,4 +55,4 @@ def test_every_side_is_measured_and_none_goes_below_its_floor(small: Model) -> N
     assert judged(next(r for r in found if r["name"].endswith("label_all")))["target"] == 1.1
     for name in ("label_central", "label_one_sided"):  # no look at the error among the timed
         row = next(row for row in found if row["name"].endswith(name))
-        assert row["flops"] / row["flops_other"] <= 1.01 * row["floor"], name
+        assert row["flops"] / row["flops_other"] <= 1.01 * (row["floor"] + logits), name

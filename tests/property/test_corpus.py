@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken import ConfigError, DataError, InputError, NumericalError, select_top
-from alphatoken.data import Fields, Row, encode_row, read_rows, row_of, split_pools
+from alphatoken.data import Example, Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources
 from alphatoken.data.split import leak_keys
 from alphatoken.score.job import Corpus, draw_rows
@@ -155,6 +155,10 @@ def test_rows_from_any_place(lines: Sequence[Any], stride: int, start: int, more
             _check_places(path, lines, start, more)
 
 
+def _tokens(example: Example) -> tuple[int, str, list[int], list[int]]:
+    return example.row.index, example.row.place, example.input_ids, example.labels
+
+
 @given(
     lines(),
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=3),
@@ -166,6 +170,8 @@ def test_corpus(
     lines: Sequence[Any], fisher: Sequence[tuple[int, int]], drawn: int, seed: int, cut: int
 ) -> None:
     """Block by block a corpus keeps what splitting the whole list keeps, and draws the same.
+
+    What the survey keeps of a row is what encoding it anew gives.
 
     Proves: corpus (exact), against split_pools on the whole list.
     """
@@ -185,10 +191,14 @@ def test_corpus(
             out = frozenset(row.index for row in validation)
             held_keys = frozenset(key for row in validation for key in leak_keys(row))
             corpus = replace(corpus, drawn=out, validation=held_keys)
-            counts = corpus.survey().counts
-            starts = range(0, corpus.source.rows, cut)
-            blocks = (corpus.examples(first, first + cut) for first in starts)
-            return [example.row for block in blocks for example in block], validation, counts
+            survey = corpus.survey()
+            examples = []
+            for first in range(0, corpus.source.rows, cut):
+                block = list(corpus.examples(first, first + cut))
+                kept = survey.examples(range(first, first + cut))
+                assert list(map(_tokens, kept)) == list(map(_tokens, block))
+                examples += block
+            return [example.row for example in examples], validation, survey.counts
 
         due, streamed = _outcome(split), _outcome(stream)
     if isinstance(due, type):
