@@ -18,7 +18,9 @@ from alphatoken.data.messages import (
     CHANGING,
     CHATS,
     ROLES,
+    ROW_WEIGHTS,
     SHAREGPT,
+    SIDE_WEIGHTS,
     THOUGHTS,
     TRL_CHATS,
     TRL_RESPONSES,
@@ -33,10 +35,11 @@ from alphatoken.data.messages import (
     require_order,
     role_of,
     texts_of,
+    weighs,
     with_standard_names,
 )
 from alphatoken.data.pairs import WHOLE, pair_of
-from alphatoken.data.rows import Row, Turn
+from alphatoken.data.rows import Fields, Row, Turn
 from alphatoken.data.survey import Columns, Survey
 from alphatoken.data.texts import LEFT_OUT, added_start, messages_of
 from alphatoken.errors import DataError, InputError, short
@@ -104,7 +107,7 @@ def _trl_message(message: Mapping[str, Any]) -> dict[str, Any]:
         changed["role"] = role_of(changed)
     parts = changed.get("content")
     if isinstance(parts, list) and all(map(_is_plain_text, parts)):
-        changed["content"] = "".join(part["text"] for part in parts)
+        changed["content"] = "".join(part_text(part) or "" for part in parts)
     return changed
 
 
@@ -126,7 +129,13 @@ def _after_prompt(
         after = row["completion"][len(prompt) :]
         return {"completion": after} if whole[: len(prompt)] == prompt else {}
     try:
-        pair = pair_of({k: row[k] for k in ("prompt", "chosen", "rejected")}, number, "")
+        # What weights there are is looked at with the other marks of a row.
+        pair = pair_of(
+            {k: row[k] for k in ("prompt", "chosen", "rejected")},
+            number,
+            "",
+            Fields(weights="signed"),
+        )
     except DataError as error:
         raise InputError(
             f"a {name} row is no pair: {error.what}",
@@ -156,6 +165,7 @@ def check_row(
     beside: Sequence[str],
     tokenizer: Any,
     survey: Survey,
+    weights: str = "refused",
 ) -> dict[str, Any]:
     """Refuse a row of which TRL would lose something; its columns in TRL's form otherwise.
 
@@ -168,13 +178,14 @@ def check_row(
         beside: columns that change what a row says, and that TRL does not read.
         tokenizer: with the chat template that TRL writes with.
         survey: counts the row.
+        weights: that it brings: "refused", "read" or "signed", as for ``Columns``.
 
     Raises:
         InputError: says what would be lost, or which mark says that it is not to be learned so.
     """
     changes = in_trls_form(own, number, name)
     row = {**own, **changes}
-    if lost := _lost_of_row(row, read, beside, tokenizer):
+    if lost := _lost_of_row(row, read, beside, tokenizer, weights):
         raise other_meaning(lost, row, name, number)
     texts = {column: row[column] for column in read}
     lost, notes = _lost_text(texts, row, tokenizer)
@@ -189,10 +200,22 @@ def check_row(
     rest = Columns({column: row.get(column) for column in unread}, f"row {number}")
     if name != "Fisher":  # of which prompts are read
         require_unmarked(rest, name, document=not read & {*CHATS, "prompt", "chosen"})
+    form = [*sorted(read), *(_weights_of(row, read) if weights != "refused" else ())]
     fields = [*_fields_of_parts({column: own[column] for column in read})]
     fields += _fields_unnamed(texts, tokenizer)
-    survey.add(", ".join(sorted(read)), fields, [*rest.notes, *notes, *_notes(texts, tokenizer)])
+    fields = [field for field in fields if field not in form]
+    survey.add(", ".join(form), fields, [*rest.notes, *notes, *_notes(texts, tokenizer)])
     return changes
+
+
+def _weights_of(row: Mapping[str, Any], read: Collection[str]) -> Iterator[str]:
+    """Columns and fields of messages in which a row has weights."""
+    names = (*ROW_WEIGHTS, *SIDE_WEIGHTS, "chosen_weights", "rejected_weights")
+    yield from (name for name in names if row.get(name) is not None)
+    for column in sorted(read):
+        fields = {field for one in _messages_of({column: row.get(column)}) for field in one
+                  if weighs(field, one[field])}  # fmt: skip
+        yield from (f"{column}.{field}" for field in sorted(fields))
 
 
 def require_unmarked(columns: Columns, name: str, *, document: bool = False) -> None:
@@ -229,7 +252,11 @@ def other_meaning(lost: str, row: Mapping[str, Any], name: str, number: int) -> 
 
 
 def _lost_of_row(
-    row: Mapping[str, Any], read: set[str], beside: Sequence[str], tokenizer: Any
+    row: Mapping[str, Any],
+    read: set[str],
+    beside: Sequence[str],
+    tokenizer: Any,
+    weights: str = "refused",
 ) -> str:
     """Content of a row that TRL would ignore, or its chat template not write; or ""."""
     for column in sorted(read):
@@ -241,7 +268,8 @@ def _lost_of_row(
         if row.get(column):
             return f"column {column!r}"
     texts = {column: row[column] for column in read}
-    if lost := lost_of_messages({**texts, **{k: row[k] for k in ("image", "images") if k in row}}):
+    pictures = {k: row[k] for k in ("image", "images") if k in row}
+    if lost := lost_of_messages({**texts, **pictures}, weights):
         return lost
     completion = row.get("completion")
     if are_messages(completion) and completion and is_prompt(completion[0]):
@@ -252,12 +280,12 @@ def _lost_of_row(
     return _lost_field(texts, tokenizer) or _lost_column(row, texts, tokenizer)
 
 
-def lost_of_messages(row: Mapping[str, Any]) -> str:
+def lost_of_messages(row: Mapping[str, Any], weights: str = "refused") -> str:
     """Field of a row's messages that TRL would ignore, or write as what it is not; or ""."""
     pictures = bool(row.keys() & {"image", "images"})  # such rows are refused as a whole
     for column in TRL_CHATS:
         for message in _messages_of({column: row.get(column)}):
-            if mark := mark_of(message, rejected=column == "rejected"):
+            if mark := mark_of(message, rejected=column == "rejected", weights=weights):
                 return f"a turn that is marked as not to be trained on: {mark}"
             if isinstance(content_of(message), list) and not pictures:
                 return "a content that is no text"
@@ -368,7 +396,7 @@ def _fields_of_parts(own: Mapping[str, Any]) -> Iterator[str]:
         for message in _messages_of({column: own.get(column)}):
             content = content_of(message)
             for part in filter(_is_plain_text, content if isinstance(content, list) else ()):
-                more = {k for k, v in part.items() if v is not None} - {"type", "text"}
+                more = {k for k, v in part.items() if v is not None} - {"type", "text", "value"}
                 yield from (f"{column}.content.{field}" for field in sorted(more))
 
 
