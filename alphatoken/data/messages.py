@@ -12,7 +12,6 @@ row, so that nothing is learned against it.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -329,8 +328,6 @@ def message_weight(message: Columns) -> float | None:
 def row_weight(columns: Columns) -> float | None:
     """Weight of a row by its unread columns, which are then read; None where it has none.
 
-    A truth value is no weight, and neither is a list.
-
     Raises:
         DataError: what is no weight; two weights that differ.
     """
@@ -343,12 +340,8 @@ def side_weight(columns: Columns, side: str) -> float | None:
 
 
 def _weight_in(columns: Columns, names: Sequence[str]) -> float | None:
-    fields = names if columns.weights != "refused" else ()
-    values = {name: _scalar(columns.left.get(name)) for name in fields}
-    return _one_weight(
-        columns,
-        [n for n, v in values.items() if v is not None and not isinstance(v, (bool, list))],
-    )
+    left = columns.left if columns.weights != "refused" else {}
+    return _one_weight(columns, [name for name in names if name in left])
 
 
 def _one_weight(columns: Columns, names: Sequence[str]) -> float | None:
@@ -376,8 +369,8 @@ def checked_weight(value: Any, name: str, place: str, *, signed: bool) -> float:
     Raises:
         DataError: no real number within float32; a negative one, unless ``signed``.
     """
-    finite = _is_number(value) and abs(value) <= _FLOAT32 and not math.isinf(value)
-    if not finite:
+    value = int(value) if isinstance(value, bool) else value
+    if not (_is_number(value) and abs(value) <= _FLOAT32):
         raise DataError(
             "a weight is no finite number",
             got=f"{place}: {name!r} is {short(repr(value), 40)}",

@@ -17,11 +17,13 @@ from alphatoken.data.markers import bare, control_notes, is_filled, verbatim_not
 from alphatoken.data.messages import (
     CHANGING,
     CHATS,
+    MESSAGE_WEIGHTS,
     ROLES,
     ROW_WEIGHTS,
     SHAREGPT,
     SIDE_WEIGHTS,
     THOUGHTS,
+    TRAIN_BY_WEIGHTS,
     TRL_CHATS,
     TRL_RESPONSES,
     are_messages,
@@ -232,8 +234,8 @@ def require_unmarked(columns: Columns, name: str, *, document: bool = False) -> 
             f"a {name} row is not to be learned so: {error.what}",
             got=error.got,
             why=error.why,
-            remedy="drop such rows (dataset.filter), or the column, where it says something else "
-            "(dataset.remove_columns)",
+            remedy=f"drop such rows (dataset.filter), {_by_weights(error.got, name)}or the column, "
+            "where it says something else (dataset.remove_columns)",
         ) from None
 
 
@@ -247,8 +249,15 @@ def other_meaning(lost: str, row: Mapping[str, Any], name: str, number: int) -> 
         f"TRL would read a {name} row otherwise than it is meant",
         got=f"row {number}: {lost}",
         why="it would be passed over without a word",
-        remedy=f"mend or drop it{'' if 'chosen' in row else tokens}",
+        remedy=f"{_by_weights(lost, name)}mend or drop it{'' if 'chosen' in row else tokens}",
     )
+
+
+def _by_weights(lost: str, name: str) -> str:
+    """The remedy for a weight of a training row, which one policy reads; or ""."""
+    fields = (*ROW_WEIGHTS, *MESSAGE_WEIGHTS, "loss_weights")
+    weighed = name == "training" and any(f"'{field}'" in lost for field in fields)
+    return TRAIN_BY_WEIGHTS if weighed else ""
 
 
 def _lost_of_row(
@@ -462,8 +471,9 @@ def check_tokens(
             f"a {name} row would be learned otherwise than it says",
             got=f"row {number}: {lost}",
             why="given labels are taken as they are, and positions count from 0",
-            remedy="write -100 into 'labels' where nothing is to be learned; give one document "
-            "a row, without padding; drop columns that say something else",
+            remedy=f"{_by_weights(lost, name)}write -100 into 'labels' where nothing is to be "
+            "learned; give one document a row, without padding; drop columns that say something "
+            "else",
         )
     of_row = {column: row.get(column) for column in unread}
     of_row = {column: value for column, value in of_row.items() if not isinstance(value, list)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -333,6 +335,22 @@ def test_pairs_of_a_command(tmp_path: Path) -> None:
         assert set(pair["rejected_weights"]) == {0.5}
 
 
+PAGE = (Path(__file__).parents[2] / "docs/own-weights.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("block", re.findall(r"```json\n(.*?)```", PAGE, re.S))
+def test_rows_of_the_page(tmp_path: Path, block: str) -> None:
+    """A command reads each, and at least one of its tokens has another weight than 1."""
+    rows = [json.loads(line) for line in block.lower().splitlines()]
+    command = "dpo" if "chosen" in rows[0] else "sft"
+    (row,) = command_rows(tmp_path, rows, chat_tokenizer("plain"), command=command)
+    if command == "sft":
+        pairs = zip(row["labels"], row["loss_weights"], strict=True)
+        assert {weight for label, weight in pairs if label != -100} - {1.0}
+    else:
+        assert (row["weight"], row["rejected_weight"]) == (0.5, 2.0)
+
+
 # --- what is said, and refused --------------------------------------------------------------------
 
 
@@ -367,6 +385,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "infinity": ({**TEXT, "weight": math.inf}, "no finite number.*row 1"),
     "beyond float32": ({**TEXT, "weight": 1e39}, "no finite number.*row 1"),
     "a word": ({**TEXT, "weight": "high"}, "no finite number.*row 1.*'high'"),
+    "a list": ({**TEXT, "weight": [1.0]}, "no finite number.*row 1"),
     "negative": ({**TEXT, "weight": -1.0}, "negative.*row 1.*allow_negative"),
     "two": ({**TEXT, "weight": 1.0, "sample_weight": 2.0}, "contradict.*row 1"),
     "of a message": ({"messages": said(weight=-2.0)}, "negative.*row 1"),
@@ -375,7 +394,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a NaN among tokens": ({**TOKENS, "loss_weights": [1.0, math.nan, 1.0]}, "no finite.*row 1"),
     "a negative token": ({**TOKENS, "loss_weights": [0.0, -1.0, 1.0]}, "negative.*row 1"),
     "empty": ({**TOKENS, "loss_weights": []}, "no weight for each|0 entries"),
-    "a word for tokens": ({**TOKENS, "loss_weights": ["a", "b", "c"]}, "no finite.*row 1"),
+    "a word for tokens": ({**TOKENS, "loss_weights": ["a", "b", "c"]}, "no finite.*row 0"),
 }
 
 
@@ -383,20 +402,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_no_weight_is_refused(tmp_path: Path, case: str) -> None:
     """With the number of the row, before a model is trained."""
     row, words = BAD[case]
-    good = {**row, "weight": 1.0}
+    # Of the same kinds, or Arrow would refuse the rows itself.
+    good: dict[str, Any] = {**TEXT, "weight": "1.0" if case == "a word" else 1.0}
+    if case == "a list":
+        good = {**TEXT, "weight": None, "sample_weight": 1.0}
     if "messages" in row:
         good = {"messages": said(weight=1.0)}
-    for name in ("sample_weight", "loss_weights"):
-        good.pop(name, None)
     if "input_ids" in row:
-        good = {**TOKENS, "loss_weights": [1.0] * 3}
+        good = {**TOKENS, "loss_weights": ["1"] * 3 if "word" in case else [1.0] * 3}
     tokenizer = chat_tokenizer("plain") if "messages" in row else tiny.tokenizer()
     with pytest.raises((DataError, InputError), match=f"(?s){words}"):
-        own_sft(tmp_path, train_dataset=Rows([good, row]), processing_class=tokenizer)
-
-
-class Rows(list[dict[str, Any]]):
-    """A list: Arrow would refuse some of these rows itself."""
+        own_sft(tmp_path, train_dataset=[good, row], processing_class=tokenizer)
 
 
 @pytest.mark.parametrize(

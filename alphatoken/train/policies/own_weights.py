@@ -64,6 +64,10 @@ class OwnWeights(TokenPolicy):
         assert batch.row_weights is not None
         return batch.row_weights.to(batch.log_probs.dtype)
 
+    def kept_tokens(self, batch: PolicyBatch) -> Tensor:
+        """The sum of the weights, in float64."""
+        return self.weights(batch).cpu().double().sum()
+
     def budget_weights(self, batch: PolicyBatch) -> Tensor:
         """The weights that the rows bring, whatever the budget."""
         return self.scores(batch)
