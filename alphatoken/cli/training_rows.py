@@ -342,7 +342,9 @@ def _token_example(
     labels = there.get("labels", ids)
     # What comes before the first label is the prompt, by which rows are held apart.
     first = next((i for i, label in enumerate(labels) if label != IGNORE), len(ids))
-    texts = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:first], ids[first:]))
+    texts = (
+        tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:first], ids[first:])
+    )
     turns = (Turn("user", next(texts)), Turn("assistant", next(texts)))
     row = Row(index, place, turns, None if listed is None else 1.0)
     return Example(row, ids, labels, weights=listed or [1.0] * len(ids))

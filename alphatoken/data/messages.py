@@ -281,9 +281,7 @@ def is_learned(message: Columns, *, rejected: bool = False) -> bool:
     return learned
 
 
-def mark_of(
-    message: Mapping[str, Any], *, rejected: bool = False, weights: str = "refused"
-) -> str:
+def mark_of(message: Mapping[str, Any], *, rejected: bool = False, weights: str = "refused") -> str:
     """The field by which a message, or a part of its content, is not to be learned whole; or "".
 
     Arguments are those of :func:`is_learned`; ``weights`` as for ``Columns``.

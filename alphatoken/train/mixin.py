@@ -329,7 +329,7 @@ class AlphaTrainerMixin(TrainerInterface):
         return result
 
     def get_train_dataloader(self) -> Any:
-        """The trainer's loader of training batches, with the weights of rows where they are read."""
+        """The loader of training batches, with the weights of their rows where they are read."""
         if self.row_weights == "refused":
             return super().get_train_dataloader()
         with weights_in_batches(self, *self.weights_collator()):

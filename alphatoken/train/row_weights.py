@@ -25,6 +25,7 @@ from alphatoken.data.messages import (
     side_weight,
     weighs,
 )
+from alphatoken.data.survey import Columns
 from alphatoken.data.weights import (
     LOSS_WEIGHTS,
     PAIR_WEIGHTS,
@@ -33,7 +34,6 @@ from alphatoken.data.weights import (
     parted,
     turn_weights,
 )
-from alphatoken.data.survey import Columns
 from alphatoken.errors import DataError
 from alphatoken.train.python_rows import form_of
 from alphatoken.train.trainer_loss import ROW_WEIGHTS_KEY

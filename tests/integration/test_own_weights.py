@@ -1,4 +1,4 @@
-"""``policy="weights"`` in real trainers and commands. One step: tests/property/test_own_weights.py."""
+"""``policy="weights"`` in trainers and commands. One step: tests/property/test_own_weights.py."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_rows_of_score_train_as_the_policy_that_made_them(world: World, tmp_path
     scored = tmp_path / "scored"
     ranks = ("--keep_ratio", 0.5, "--keep_scope", "dataset", "--estimator", "label")
     assert world.score(scored, *ranks, "--rows", "tokens") == 0
-    kept = sum(1 for _ in (scored / "rows.jsonl").open())
+    kept = len((scored / "rows.jsonl").read_text().splitlines())
     words = [
         "sft", "--model_name_or_path", str(world / "moved"), "--policy", "weights",
         "--train_file", str(scored / "rows.jsonl"), "--validation_rows", "0",
@@ -196,8 +196,8 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     first, second = (
         load_file(each.out / "checkpoint-3" / "model.safetensors") for each in (one, two)
     )
-    start = dict(tiny.model().named_parameters())
-    assert any(float((first[n] - p).abs().max()) > 1e-3 for n, p in start.items() if n in first)
+    start = tiny.weights(tiny.model())
+    assert any(float((weight - start[name]).abs().max()) > 1e-3 for name, weight in first.items())
     assert max(float((first[n] - second[n]).abs().max()) for n in first) < 1e-6
 
 
@@ -323,7 +323,9 @@ def test_pairs_of_a_command(tmp_path: Path) -> None:
     assert set(second["rejected_weights"]) == {1.0}
     chat = [{"role": "assistant", "content": "2.", "weight": 3.0}]
     asked = [{"role": "user", "content": "1+1=?"}]
-    rows = [{"prompt": asked, "chosen": chat, "rejected": [{**chat[0], "content": "3.", "weight": 0.5}]}]
+    rows = [
+        {"prompt": asked, "chosen": chat, "rejected": [{**chat[0], "content": "3.", "weight": 0.5}]}
+    ]
     tokenizer = chat_tokenizer("plain")
     made = command_rows(tmp_path, rows, tokenizer, command="dpo")
     for own in (made, rows):
@@ -348,7 +350,8 @@ def test_rows_of_the_page(tmp_path: Path, block: str) -> None:
         pairs = zip(row["labels"], row["loss_weights"], strict=True)
         assert {weight for label, weight in pairs if label != -100} - {1.0}
     else:
-        assert (row["weight"], row["rejected_weight"]) == (0.5, 2.0)
+        assert row["weight"] == 0.5
+        assert [message["weight"] for message in row["rejected"]] == [2.0]
 
 
 # --- what is said, and refused --------------------------------------------------------------------
@@ -440,7 +443,9 @@ def test_negative_weights_where_they_are_meant(tmp_path: Path) -> None:
     """The policy as an object; a step goes the other way."""
     rows = [{**row, "weight": -1.0} for row in sums(8)]
     shared = {**SGD, "max_steps": 1, "per_device_train_batch_size": 8}
-    up = run(tiny.made(SFTTrainer, tmp_path / "up", train_dataset=Dataset.from_list(sums(8)), **shared))
+    up = run(
+        tiny.made(SFTTrainer, tmp_path / "up", train_dataset=Dataset.from_list(sums(8)), **shared)
+    )
     policy = OwnWeights(allow_negative=True)
     down = run(own_sft(tmp_path / "down", policy=policy, train_dataset=rows, **shared))
     start = tiny.weights(tiny.model())

@@ -137,7 +137,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "packing": True, "packing_strategy": "wrapped", "max_length": 8,
         "gradient_accumulation_steps": 64, "per_device_train_batch_size": 1,
     },
-    "padding-free": {"padding_free": True, "per_device_train_batch_size": 4,
+    "padding-free": {"padding_free": True, "max_length": None, "per_device_train_batch_size": 4,
                      "gradient_accumulation_steps": 2},
     "cut": {"max_length": 4, "per_device_train_batch_size": 7},
     "cut at the start": {"max_length": 4, "per_device_train_batch_size": 7,
@@ -153,9 +153,7 @@ def sft_rows() -> list[dict[str, Any]]:
     for ids, weights in ROWS:
         prompt = len(ids) - len(weights)
         labels = [-100] * prompt + ids[prompt:]
-        rows.append(
-            {"input_ids": ids, "labels": labels, "loss_weights": [9.0] * prompt + weights}
-        )
+        rows.append({"input_ids": ids, "labels": labels, "loss_weights": [9.0] * prompt + weights})
     return rows
 
 
