@@ -452,7 +452,7 @@ OWN_WEIGHTS = (
         "tokens of the rejected response weigh 1",
         ("train.row_weights.PairWeightsCollator.__call__",
          "batch[ROW_WEIGHTS_KEY] = laid",
-         "laid[len(rows):] = 1\n        batch[ROW_WEIGHTS_KEY] = laid")),
+         "laid[len(rows):] = 1\n    batch[ROW_WEIGHTS_KEY] = laid")),
     row("negative-sum-divides", SUMS,
         "a step whose weights sum to 0 or less divides by them",
         ("train.weigher.Weigher._kept_share",
