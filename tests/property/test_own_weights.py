@@ -45,7 +45,7 @@ TOKENS = st.lists(st.tuples(LABELS, FLOAT32), min_size=1, max_size=12)
 def test_label_and_weight_travel_as_one(tokens: list[tuple[int, float]], cut: int) -> None:
     """They come apart bitwise, also of a part of the column, and no label is lost or made.
 
-    Proves: label and weight as one integer (exact), bitwise.
+    Proves: label and weight as one integer (exact), against both as they were, bitwise.
     """
     labels, weights = (list(column) for column in zip(*tokens, strict=True))
     codes = joined(labels, weights)
@@ -322,7 +322,10 @@ def test_a_step_of_pairs_is_the_weighted_sum(divisor: str, kept: str) -> None:
 @given(st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0]), min_size=2, max_size=4))
 @budget(0.1)
 def test_a_sum_that_is_not_positive_divides_nothing(weights: list[float]) -> None:
-    """A step is refused where its weights sum to 0 or less and are to divide it."""
+    """A step is refused where its weights sum to 0 or less and are to divide it.
+
+    Proves: sum of own weights as a divisor (exact), against the sum of the row's numbers.
+    """
     ids = [5, *range(7, 7 + len(weights))]
     row = {"input_ids": ids, "labels": [-100, *ids[1:]], "loss_weights": [0.0, *weights]}
     more = {"per_device_train_batch_size": 2, "kept_normalization": "kept"}
