@@ -25,12 +25,22 @@ from alphatoken.data import (
 )
 from alphatoken.data.encode import encode_example
 from alphatoken.data.markers import is_filled, require_one_form
-from alphatoken.data.pairs import is_longer, pair_problem, preference_record
-from alphatoken.data.rows import KEEP_MARKS, UNLEARNED
+from alphatoken.data.messages import ROW_WEIGHTS
+from alphatoken.data.pairs import is_longer, pair_problem, preference_record, weights_of_pair
+from alphatoken.data.rows import KEEP_MARKS, UNLEARNED, Row, Turn
 from alphatoken.data.source import SourceRow, find_source, usable_rows
 from alphatoken.data.split import about_pools
 from alphatoken.data.texts import LEFT_OUT
-from alphatoken.errors import ConfigError, DataError, InputError
+from alphatoken.data.trl_rows import check_tokens
+from alphatoken.data.weights import (
+    LOSS_WEIGHTS,
+    WEIGHTLESS,
+    listed_weights,
+    no_weights,
+    turn_weights,
+)
+from alphatoken.errors import ConfigError, DataError, InputError, short
+from alphatoken.model.batch import IGNORE
 from alphatoken.model.loading import rows_tokenizer
 from alphatoken.train.policies import chosen_policy
 from alphatoken.train.refusals import raise_first
@@ -140,11 +150,14 @@ class RowReader:
 
     Rows become tokens as in every other command, by ``encode_row``; pairs are tokenised by TRL,
     after ``encode_row`` has seen that they can be. ``vocabulary`` is of the model's embedding.
+    Weights that training rows bring are read where the policy reads them, and with them rows that
+    are tokens already.
     """
 
     def __init__(self, arguments: Arguments, tokenizer: Any, vocabulary: int | None = None) -> None:
         self.arguments, self.data = arguments, arguments.data
         self.pairs = arguments.command == "dpo"
+        self.weights = arguments.training.row_weights
         self.tokenizer = rows_tokenizer(arguments.training, tokenizer)
         self.how = EncodeOptions(
             turns=self.data.turns,
@@ -171,16 +184,18 @@ class RowReader:
         source = find_source(path)
         return self._usable(source.read(), source.survey(), name, limit)
 
-    def dataset(self, items: Sequence[Item]) -> Any:
-        """A data set in TRL's form."""
+    def dataset(self, items: Sequence[Item], *, weighed: bool = False) -> Any:
+        """A data set in TRL's form; with the weights of its rows, where they are ``weighed``."""
         from datasets import Dataset
 
-        return Dataset.from_list([self._record(item) for item in items])
+        return Dataset.from_list([self._record(item, weighed=weighed) for item in items])
 
-    def _record(self, item: Item) -> dict[str, Any]:
+    def _record(self, item: Item, *, weighed: bool = False) -> dict[str, Any]:
         if isinstance(item, Example):
-            return {"input_ids": item.input_ids, "labels": item.labels}
-        return preference_record(item, self.tokenizer, chat=self.chat)
+            weights = {LOSS_WEIGHTS: item.weights} if weighed and item.weights else {}
+            return {"input_ids": item.input_ids, "labels": item.labels, **weights}
+        record = preference_record(item, self.tokenizer, chat=self.chat)
+        return {**record, **weights_of_pair(item, record)} if weighed else record
 
     def _usable(
         self, records: Iterable[SourceRow], survey: Survey, name: str, limit: int | None = None
@@ -189,6 +204,9 @@ class RowReader:
         # Before anything is held out, so that as many are held out as was asked for.
         make = partial(self._usable_item, survey=survey, name=name)
         items: list[Item] = usable_rows(islice(records, limit), make, survey, self.data.on_bad_rows)
+        weighed = self.weights != "refused" and name == "training"
+        if weighed and items and not any(map(_is_weighted, items)):
+            raise no_weights(str(survey))
         self._require_one_form([item for item in items if isinstance(item, Pair)])
         if not items:
             raise InputError(
@@ -217,6 +235,8 @@ class RowReader:
         self, record: Mapping[str, Any], index: int, place: str, survey: Survey, name: str
     ) -> Item | None:
         item = self._item(record, index, place, survey, optional=name != "training")
+        if self.weights != "refused" and name == "training" and not _is_weighted(item):
+            survey.notes[WEIGHTLESS] += 1
         if (problem := self._problem(item)) is None:
             return item
         if self.data.on_empty == "error":
@@ -233,9 +253,13 @@ class RowReader:
     ) -> Item:
         # The named columns are optional in other rows than those to train on.
         data, args = self.data, self.arguments.training
+        weights = "refused" if optional else self.weights
+        if weights != "refused" and not self.pairs and record.get("input_ids") is not None:
+            return _token_example(record, index, place, survey, weights, self.tokenizer)
         if self.pairs:
             columns = replace(
                 data.fields,
+                weights=weights,
                 chosen=data.chosen_column,
                 rejected=data.rejected_column,
                 optional=optional,
@@ -243,12 +267,17 @@ class RowReader:
             pair = pair_of(record, index, place, columns, survey)
             survey.notes.update(self._pair_notes(pair))
             return pair
-        columns = replace(data.fields, text=args.dataset_text_field, optional=optional)
+        columns = replace(
+            data.fields, text=args.dataset_text_field, optional=optional, weights=weights
+        )
         row = row_of(record, index, place, columns, survey)
         example = encode_example(row, self.tokenizer, self.how)
         survey.notes.update(dict.fromkeys(example.notes, 1))
         if args.completion_only_loss is False:
             example = replace(example, labels=example.input_ids)
+        if weights != "refused":
+            own = turn_weights(row, example.input_ids, example.labels, self.tokenizer, self.how)
+            example = replace(example, weights=own)
         return example
 
     def _pair_notes(self, pair: Pair) -> set[str]:
@@ -285,6 +314,40 @@ class RowReader:
         if is_longer(record["prompt"], self.tokenizer, limit := min(limits)):
             return f"the prompt is longer than {limit} tokens"
         return None
+
+
+def _is_weighted(item: Item) -> bool:
+    if isinstance(item, Example):
+        return item.row.is_weighted
+    return any(item.side(turns).is_weighted for turns in (item.chosen, item.rejected))
+
+
+def _token_example(
+    record: Mapping[str, Any],
+    index: int,
+    place: str,
+    survey: Survey,
+    weights: str,
+    tokenizer: Any,
+) -> Example:
+    """A row of tokens with its weights, as ``score --rows tokens`` writes it; see the trainers."""
+    there = {name: value for name, value in record.items() if value is not None}
+    ids = there["input_ids"]
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise DataError("'input_ids' is no list of tokens", got=f"{place}: {short(repr(ids), 40)}")
+    read = {"input_ids", "labels", LOSS_WEIGHTS, *ROW_WEIGHTS} & there.keys()
+    unread = sorted(there.keys() - {*read, "attention_mask"})
+    check_tokens(there, index, name="training", read=read, unread=unread, survey=survey)
+    listed = listed_weights(there, LOSS_WEIGHTS, len(ids), place, weights)
+    labels = there.get("labels", ids)
+    # What comes before the first label is the prompt, by which rows are held apart.
+    first = next((i for i, label in enumerate(labels) if label != IGNORE), len(ids))
+    texts = (
+        tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:first], ids[first:])
+    )
+    turns = (Turn("user", next(texts)), Turn("assistant", next(texts)))
+    row = Row(index, place, turns, None if listed is None else 1.0)
+    return Example(row, ids, labels, weights=listed or [1.0] * len(ids))
 
 
 def _of_hub(name: str, config: str | None, split: str) -> Iterator[SourceRow]:
@@ -353,7 +416,13 @@ def load_run_data(
     if evaluates(arguments):
         pools["eval"] = reader.file_rows(data.eval_data or "", "evaluation")
     names = ("train", "eval", "validation", "retention", "fisher")
-    rows = {name: reader.dataset(items) if (items := pools.get(name)) else None for name in names}
+    weighed = reader.weights != "refused"
+    rows = {
+        name: reader.dataset(items, weighed=weighed and name == "train")
+        if (items := pools.get(name))
+        else None
+        for name in names
+    }
     return {**{f"{name}_dataset": own for name, own in rows.items()}, "fisher": fitted}, notes
 
 

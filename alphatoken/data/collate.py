@@ -72,8 +72,8 @@ class WeightedCollator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Inner collator's batch with ``loss_weights`` beside its labels."""
         own = [_checked(row, number) for number, row in enumerate(rows)]
-        weights = [torch.tensor(row.pop("loss_weights"), dtype=torch.float32) for row in own]
-        row_labels = [torch.tensor(row["labels"]) for row in own]
+        weights = [torch.as_tensor(row.pop("loss_weights"), dtype=torch.float32) for row in own]
+        row_labels = [torch.as_tensor(row["labels"]) for row in own]
         batch: dict[str, Any] = self.inner(own)
         labels = batch["labels"]
         there = labels != IGNORE

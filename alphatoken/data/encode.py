@@ -104,6 +104,8 @@ class Example:
     tokens_cut: int = 0
     notes: tuple[str, ...] = ()
     """Notes on how the row was written, for the survey of its source."""
+    weights: list[float] | None = None
+    """Weight of each token by the row, where weights are read."""
 
     @property
     def response_tokens(self) -> int:

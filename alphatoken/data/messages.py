@@ -4,8 +4,9 @@ A message is ``{"role", "content"}``, or ``{"from", "value"}`` in ShareGPT's for
 text, or a list of parts, of which those of type ``text`` are text.
 
 Marks are what rows and messages say of their own worth: they are learned, or not, or by a weight. A
-mark that labels can carry is honoured: a message that is not to be learned has none. Every other
-mark refuses its row, so that nothing is learned against it.
+mark that labels can carry is honoured: a message that is not to be learned has none. Weights are
+read where the policy of a run asks for them (``Columns.weights``). Every other mark refuses its
+row, so that nothing is learned against it.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def part_text(part: Any) -> str | None:
     """Text of a part of a content; None where it is a picture or the like."""
     if not isinstance(part, Mapping) or part.get("type") not in _TEXT_TYPES:
         return None
-    text = part.get("text")
+    # LLaMA-Factory's rows have ``value`` in a part.
+    text = part.get("text", part.get("value"))
     return text if isinstance(text, str) else None
 
 
@@ -169,6 +171,13 @@ def chats_of(
 
 
 # --- marks ----------------------------------------------------------------------------------------
+
+MESSAGE_WEIGHTS = ("weight", "loss_weight", "loss_scale")
+"""Fields of a message with a weight of its tokens, where weights are read."""
+ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight", "example_weight", "row_weight")
+"""Columns with a weight of the whole row, where weights are read."""
+SIDE_WEIGHTS = ("chosen_weight", "rejected_weight")
+"""Columns with a weight of one response of a pair, where weights are read."""
 
 # Fields of a message that is learned (1, true) or not (0, false).
 _TRAINED = ("weight", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask", "loss", "train",
@@ -263,8 +272,8 @@ def is_learned(message: Columns, *, rejected: bool = False) -> bool:
                 meaning,
                 got=f"{message.place}: {name!r} is {short(repr(value), 40)}",
                 why="a turn is learned whole, or not at all",
-                remedy=f"write 'train' with true or false, or leave the field aside: "
-                f"--unread_columns {name} (in Python Fields(unread=({name!r},)))",
+                remedy=f"write 'train' with true or false, {TRAIN_BY_WEIGHTS}or leave the field "
+                f"aside: --unread_columns {name} (in Python Fields(unread=({name!r},)))",
             )
         if meaning is not None:
             learned &= meaning
@@ -272,10 +281,10 @@ def is_learned(message: Columns, *, rejected: bool = False) -> bool:
     return learned
 
 
-def mark_of(message: Mapping[str, Any], *, rejected: bool = False) -> str:
+def mark_of(message: Mapping[str, Any], *, rejected: bool = False, weights: str = "refused") -> str:
     """The field by which a message, or a part of its content, is not to be learned whole; or "".
 
-    Arguments are those of :func:`is_learned`.
+    Arguments are those of :func:`is_learned`; ``weights`` as for ``Columns``.
     """
     content = content_of(message)
     parts = content if isinstance(content, list) else []
@@ -283,12 +292,98 @@ def mark_of(message: Mapping[str, Any], *, rejected: bool = False) -> str:
         for name, value in fields.items():
             if value is None or (rejected and _plain(name) in _JUDGES):
                 continue
+            if weights != "refused" and fields is message and weighs(name, value):
+                continue
             if _meaning(name, value) not in (None, True):
                 return f"{name!r} is {short(repr(value), 40)}"
     return ""
 
 
 # --- marks of rows --------------------------------------------------------------------------------
+
+
+def is_weight(name: str, value: Any) -> bool:
+    """True for a field of a message that is a number by which it is weighed, not a yes or no."""
+    return name in MESSAGE_WEIGHTS and value is not None and not isinstance(value, bool)
+
+
+def weighs(name: str, value: Any) -> bool:
+    """True for a field of a message by which it is weighed, or not learned."""
+    return is_weight(name, value) or (value is not None and _meaning(name, value) is False)
+
+
+def message_weight(message: Columns) -> float | None:
+    """Weight of a message by its unread fields, which are then read; None where it has none.
+
+    Raises:
+        DataError: what is no weight; two weights that differ.
+    """
+    fields = MESSAGE_WEIGHTS if message.weights != "refused" else ()
+    names = [name for name in fields if is_weight(name, message.left.get(name))]
+    return _one_weight(message, names)
+
+
+def row_weight(columns: Columns) -> float | None:
+    """Weight of a row by its unread columns, which are then read; None where it has none.
+
+    Raises:
+        DataError: what is no weight; two weights that differ.
+    """
+    return _weight_in(columns, ROW_WEIGHTS)
+
+
+def side_weight(columns: Columns, side: str) -> float | None:
+    """The same of the response of a pair in the column ``side``."""
+    return _weight_in(columns, tuple(n for n in SIDE_WEIGHTS if n == f"{side}_weight"))
+
+
+def _weight_in(columns: Columns, names: Sequence[str]) -> float | None:
+    left = columns.left if columns.weights != "refused" else {}
+    return _one_weight(columns, [name for name in names if name in left])
+
+
+def _one_weight(columns: Columns, names: Sequence[str]) -> float | None:
+    weights = {
+        name: checked_weight(
+            _scalar(columns.left[name]), name, columns.place, signed=columns.weights == "signed"
+        )
+        for name in names
+    }
+    if len(set(weights.values())) > 1:
+        raise DataError(
+            "two weights contradict each other",
+            got=f"{columns.place}: {', '.join(f'{n!r} is {w:g}' for n, w in weights.items())}",
+            remedy="keep one of them, or leave one aside: "
+            f"--unread_columns {names[0]} (in Python Fields(unread=({names[0]!r},)))",
+        )
+    for name in names:
+        columns.take(name, "weight")
+    return next(iter(weights.values()), None)
+
+
+def checked_weight(value: Any, name: str, place: str, *, signed: bool) -> float:
+    """A weight that a row brings, as a number.
+
+    Raises:
+        DataError: no real number within float32; a negative one, unless ``signed``.
+    """
+    value = int(value) if isinstance(value, bool) else value
+    if not (_is_number(value) and abs(value) <= _FLOAT32):
+        raise DataError(
+            "a weight is no finite number",
+            got=f"{place}: {name!r} is {short(repr(value), 40)}",
+            why="each weight is a factor in float32 on the losses of tokens",
+            remedy="write a finite number, or drop the row",
+        )
+    if value < 0 and not signed:
+        raise DataError(
+            "a weight is negative",
+            got=f"{place}: {name!r} is {value!r}",
+            why="the model would be trained away from the tokens",
+            remedy="mend it (0 leaves tokens out); where it is meant, "
+            """policy_options={"allow_negative": true}""",
+        )
+    return float(value)
 
 
 def require_learned(columns: Columns, *, document: bool = False) -> None:
@@ -308,11 +403,20 @@ def require_learned(columns: Columns, *, document: bool = False) -> None:
                 got=f"{columns.place}: {name!r} is {short(repr(value), 40)}",
                 why="it would be valued and learned as the others are",
                 remedy="drop such rows, or have them passed over (--on_bad_rows skip; not in "
-                f"evaluate and merge); if {name!r} says something else, leave it aside: "
+                f"evaluate and merge); {TRAIN_BY_WEIGHTS if _is_row_weight(name) else ''}"
+                f"if {name!r} says something else, leave it aside: "
                 f"--unread_columns {name} (in Python Fields(unread=({name!r},)))",
             )
         if _plain(name) in (*_RIGHT, *_REWARDS) and _is_zero(_scalar(value)):
             columns.notes.append(f"{name} is {value!r}, and the row counts as the others do")
+
+
+TRAIN_BY_WEIGHTS = "train by the weights (policy='weights'), "
+"""Remedy for weights, which other policies do not read."""
+
+
+def _is_row_weight(name: str) -> bool:
+    return name in (*ROW_WEIGHTS, "loss_weights")
 
 
 def _plain(name: str) -> str:
@@ -396,6 +500,7 @@ def _scalar(value: Any) -> Any:
 
 
 _TRUTHS = ("True", "False", "TRUE", "FALSE")
+_FLOAT32 = 3.4028234663852886e38
 # Characters of the longest text that is looked at: a mask of some thousand tokens.
 _LONGEST = 1 << 16
 

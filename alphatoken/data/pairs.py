@@ -7,13 +7,21 @@ begin alike. All become turns here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from alphatoken.data.markers import is_filled
-from alphatoken.data.messages import CHATS, PROMPTS, answer_text, require_learned, require_order
+from alphatoken.data.messages import (
+    CHATS,
+    PROMPTS,
+    answer_text,
+    require_learned,
+    require_order,
+    row_weight,
+    side_weight,
+)
 from alphatoken.data.rows import (
     Fields,
     Row,
@@ -30,15 +38,15 @@ from alphatoken.data.survey import Columns, Survey
 from alphatoken.data.texts import added_start, messages_of, text_pieces
 from alphatoken.errors import DataError, short
 
-CHOSEN = ("chosen", "chosen_response")
-REJECTED = ("rejected", "rejected_response")
+CHOSEN = ("chosen", "chosen_response", "chosen_messages")
+REJECTED = ("rejected", "rejected_response", "rejected_messages")
 WHOLE = "a response has turns of the user, which are learned with it"
 """Note on a pair of conversations, whose responses are learned from the first turn to the last."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One pair of a data file; ``index`` and ``place`` as for :class:`Row`.
+    """One pair of a data file; ``index``, ``place`` and ``weight`` as for :class:`Row`.
 
     ``chosen`` and ``rejected`` are what follows the common ``prompt``: one assistant turn each, as
     a rule.
@@ -49,11 +57,16 @@ class Pair:
     prompt: tuple[Turn, ...]
     chosen: tuple[Turn, ...]
     rejected: tuple[Turn, ...]
+    weight: float | None = None
 
     @property
     def row(self) -> Row:
         """The chosen conversation, by which pairs are compared with other rows."""
-        return Row(self.index, self.place, (*self.prompt, *self.chosen))
+        return self.side(self.chosen)
+
+    def side(self, response: tuple[Turn, ...]) -> Row:
+        """The prompt and one of the responses."""
+        return Row(self.index, self.place, (*self.prompt, *response), self.weight)
 
 
 def read_pairs(
@@ -84,7 +97,7 @@ def pair_of(
             bad one, or by a weight; scores that contradict its order; the message names ``place``.
     """
     fields = fields or Fields()
-    columns = Columns(record, place, fields.unread)
+    columns = Columns(record, place, fields.unread, fields.weights)
     fields = columns.present(fields)
     good = fields.chosen or columns.first(CHOSEN) or missing(columns, "chosen", CHOSEN)
     bad = fields.rejected or columns.first(REJECTED) or missing(columns, "rejected", REJECTED)
@@ -104,11 +117,17 @@ def pair_of(
         value_turns(rejected, "assistant", "rejected", columns),
     )
     question, *responses = _of_messages(prompt, *sides, place, name)
+    responses = [
+        _weighed(turns, side_weight(columns, side))
+        for side, turns in zip(("chosen", "rejected"), responses, strict=True)
+    ]
     if prompt is None:
         question = with_system(columns, question)
     # A pair is learned whole, whoever says it: what is noted of a user's turn is untrue here.
     several = any(turn.role != "assistant" for turns in responses for turn in turns)
-    columns.notes = [*notes, WHOLE] if several else notes
+    weighted = any(turn.weight is not None for turns in sides for turn in turns)
+    columns.notes = [*notes, *["turns have weights"] * weighted, *[WHOLE] * several]
+    weight = row_weight(columns)
     require_read(columns)
     require_learned(columns)
     require_order(columns)
@@ -123,7 +142,17 @@ def pair_of(
         )
     if survey is not None:
         survey.add_columns(columns)
-    return Pair(index, place, question, *responses)
+    return Pair(index, place, question, responses[0], responses[1], weight)
+
+
+def _weighed(turns: tuple[Turn, ...], weight: float | None) -> tuple[Turn, ...]:
+    """The turns of a response, each by the response's weight as well."""
+    if weight is None:
+        return turns
+    return tuple(
+        replace(turn, weight=weight * (1.0 if turn.weight is None else turn.weight))
+        for turn in turns
+    )
 
 
 Turns = tuple[Turn, ...]
@@ -198,6 +227,33 @@ def preference_record(pair: Pair, tokenizer: Any, *, chat: bool) -> dict[str, An
         *(text.removesuffix(end) for text in responses),
     ]
     return dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
+
+
+def weights_of_pair(pair: Pair, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns of weights beside a record of :func:`preference_record`, as the trainers read them.
+
+    Raises:
+        DataError: a response that is one text, of turns with several weights.
+    """
+    columns: dict[str, Any] = {"weight": pair.weight}
+    for side in ("prompt", "chosen", "rejected"):
+        turns, value = getattr(pair, side), record[side]
+        if isinstance(value, list):
+            columns[side] = [
+                {**message, "weight": turn.weight}
+                for message, turn in zip(value, turns, strict=True)
+            ]
+        elif side != "prompt":
+            weights = {1.0 if turn.weight is None else turn.weight for turn in turns}
+            if len(weights) > 1:
+                raise DataError(
+                    "turns of a response have several weights, and are written as one text",
+                    got=f"{pair.place}: {', '.join(f'{w:g}' for w in sorted(weights))}",
+                    why="their tokens cannot be told from each other",
+                    remedy="one weight for all of them, or a tokenizer with a chat template",
+                )
+            columns[f"{side}_weight"] = weights.pop()
+    return columns
 
 
 def pair_problem(row: Mapping[str, Any]) -> str | None:

@@ -26,8 +26,10 @@ from alphatoken.data.messages import (
     content_parts,
     is_chat,
     is_learned,
+    message_weight,
     part_text,
     require_learned,
+    row_weight,
 )
 from alphatoken.data.survey import Columns, Survey
 from alphatoken.errors import ColumnsError, DataError, short
@@ -46,6 +48,7 @@ class Turn:
         text: what is said.
         thought: what is thought before it, which only a chat template can write.
         learned: False where the data mark the turn as one not to be trained on.
+        weight: by which the losses of its tokens are multiplied; None where it has none.
         message: it came as a message, which is put into the chat template whatever it says.
     """
 
@@ -54,6 +57,7 @@ class Turn:
     thought: str = ""
     learned: bool = True
     message: bool = field(default=False, compare=False)
+    weight: float | None = field(default=None, compare=False)
 
 
 UNLEARNED = "no turn is to be learned by its marks"
@@ -69,12 +73,14 @@ class Row:
     """One row of a data file.
 
     ``index`` counts rows of the file from 0 (blank JSONL lines are not rows); ``place`` is how a
-    message names it, for example ``train.jsonl, line 12``.
+    message names it, for example ``train.jsonl, line 12``. ``weight`` is a factor on the losses of
+    all its tokens; None where the row has none.
     """
 
     index: int
     place: str
     turns: tuple[Turn, ...]
+    weight: float | None = field(default=None, compare=False)
 
     @property
     def prompt(self) -> str:
@@ -86,6 +92,12 @@ class Row:
     def response(self) -> str:
         """Text of all assistant turns, joined by line breaks."""
         return "\n".join(turn.text for turn in self.turns if turn.role == "assistant")
+
+    @property
+    def is_weighted(self) -> bool:
+        """True if the row brings a weight, of its own or of a turn; not to be learned is 0."""
+        turns = (turn.weight is not None or not turn.learned for turn in self.turns)
+        return self.weight is not None or any(turns)
 
     @property
     def is_learned(self) -> bool:
@@ -119,6 +131,8 @@ class Fields:
     """Column of plain text, of a row that has no prompt and no chat."""
     optional: bool = False
     """A row without a named field is read by the known names: held-out rows of another form."""
+    weights: str = "refused"
+    """Weights of messages and rows: "refused", "read", or read with a sign ("signed")."""
 
 
 def row_of(
@@ -142,15 +156,16 @@ def row_of(
             bad one, or by a weight; the message names ``place``.
     """
     fields = fields or Fields()
-    columns = Columns(record, place, fields.unread)
+    columns = Columns(record, place, fields.unread, fields.weights)
     turns = _turns(columns, columns.present(fields))
+    weight = row_weight(columns)
     require_read(columns)
     if not fields.prompt_only:
         require_learned(columns, document=len(turns) == 1)
     require_text(turns, place)
     if survey is not None:
         survey.add_columns(columns)
-    return Row(index, place, turns)
+    return Row(index, place, turns, weight)
 
 
 def require_text(turns: Sequence[Turn], place: str) -> None:
@@ -392,7 +407,7 @@ def _turn(message: Any, name: str, columns: Columns) -> Turn:
     place = columns.place
     if not isinstance(message, Mapping):
         raise DataError("a message is not an object", got=f"{place}: {short(repr(message))}")
-    fields = Columns(message, place, columns.unread)
+    fields = Columns(message, place, columns.unread, columns.weights)
     role = fields.take_first(ROLE_FIELDS, "role")
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(
@@ -412,13 +427,17 @@ def _turn(message: Any, name: str, columns: Columns) -> Turn:
     thought = next(iter(thoughts.values()), "")
     for key in (key for key, other in thoughts.items() if other == thought):
         fields.take(key, "thought")
+    weight = message_weight(fields)
+    if weight is not None:
+        columns.notes.append("turns have weights")
     learned = is_learned(fields, rejected=name == "rejected")
     if ROLES[role] != "assistant" and learned and "mark" in fields.form:
         columns.notes.append("a turn of the user or the system is marked as learned, and is not")
     require_read(fields, "a message's field")
     columns.leave(name, fields)
     thought, _ = _content(thought, name, columns)
-    return Turn(ROLES[role], text, thought, learned and parts_learned, message=True)
+    learned = learned and parts_learned
+    return Turn(ROLES[role], text, thought, learned, message=True, weight=weight)
 
 
 def _content(content: Any, name: str, columns: Columns) -> tuple[str, bool]:
@@ -435,7 +454,7 @@ def _content(content: Any, name: str, columns: Columns) -> tuple[str, bool]:
                 remedy="only text can be valued; drop images and other parts",
             )
         fields = Columns(part, columns.place, columns.unread)
-        fields.take("text", "text")
+        fields.take_first(("text", "value"), "text")
         fields.take_first(("type",), "type")
         marks.add(is_learned(fields, rejected=name == "rejected"))
         require_read(fields, "a field of a message's content")

@@ -29,10 +29,17 @@ class Columns:
         record: columns and their values, before anything was read of them.
         place: of it, for messages.
         unread: columns that count as absent.
+        weights: whether weights in it are "refused", "read", or read with a sign ("signed").
     """
 
-    def __init__(self, record: Mapping[str, Any], place: str, unread: Collection[str] = ()) -> None:
-        self.place, self.unread = place, unread
+    def __init__(
+        self,
+        record: Mapping[str, Any],
+        place: str,
+        unread: Collection[str] = (),
+        weights: str = "refused",
+    ) -> None:
+        self.place, self.unread, self.weights = place, unread, weights
         self.notes: list[str] = []
         """What else the survey says of the row: "in 3 of 10 rows", and the note."""
         self._values = {k: v for k, v in record.items() if v is not None and k not in unread}

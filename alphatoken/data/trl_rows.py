@@ -17,9 +17,13 @@ from alphatoken.data.markers import bare, control_notes, is_filled, verbatim_not
 from alphatoken.data.messages import (
     CHANGING,
     CHATS,
+    MESSAGE_WEIGHTS,
     ROLES,
+    ROW_WEIGHTS,
     SHAREGPT,
+    SIDE_WEIGHTS,
     THOUGHTS,
+    TRAIN_BY_WEIGHTS,
     TRL_CHATS,
     TRL_RESPONSES,
     are_messages,
@@ -33,10 +37,11 @@ from alphatoken.data.messages import (
     require_order,
     role_of,
     texts_of,
+    weighs,
     with_standard_names,
 )
 from alphatoken.data.pairs import WHOLE, pair_of
-from alphatoken.data.rows import Row, Turn
+from alphatoken.data.rows import Fields, Row, Turn
 from alphatoken.data.survey import Columns, Survey
 from alphatoken.data.texts import LEFT_OUT, added_start, messages_of
 from alphatoken.errors import DataError, InputError, short
@@ -104,7 +109,7 @@ def _trl_message(message: Mapping[str, Any]) -> dict[str, Any]:
         changed["role"] = role_of(changed)
     parts = changed.get("content")
     if isinstance(parts, list) and all(map(_is_plain_text, parts)):
-        changed["content"] = "".join(part["text"] for part in parts)
+        changed["content"] = "".join(part_text(part) or "" for part in parts)
     return changed
 
 
@@ -126,7 +131,13 @@ def _after_prompt(
         after = row["completion"][len(prompt) :]
         return {"completion": after} if whole[: len(prompt)] == prompt else {}
     try:
-        pair = pair_of({k: row[k] for k in ("prompt", "chosen", "rejected")}, number, "")
+        # What weights there are is looked at with the other marks of a row.
+        pair = pair_of(
+            {k: row[k] for k in ("prompt", "chosen", "rejected")},
+            number,
+            "",
+            Fields(weights="signed"),
+        )
     except DataError as error:
         raise InputError(
             f"a {name} row is no pair: {error.what}",
@@ -156,6 +167,7 @@ def check_row(
     beside: Sequence[str],
     tokenizer: Any,
     survey: Survey,
+    weights: str = "refused",
 ) -> dict[str, Any]:
     """Refuse a row of which TRL would lose something; its columns in TRL's form otherwise.
 
@@ -168,13 +180,14 @@ def check_row(
         beside: columns that change what a row says, and that TRL does not read.
         tokenizer: with the chat template that TRL writes with.
         survey: counts the row.
+        weights: that it brings: "refused", "read" or "signed", as for ``Columns``.
 
     Raises:
         InputError: says what would be lost, or which mark says that it is not to be learned so.
     """
     changes = in_trls_form(own, number, name)
     row = {**own, **changes}
-    if lost := _lost_of_row(row, read, beside, tokenizer):
+    if lost := _lost_of_row(row, read, beside, tokenizer, weights):
         raise other_meaning(lost, row, name, number)
     texts = {column: row[column] for column in read}
     lost, notes = _lost_text(texts, row, tokenizer)
@@ -189,10 +202,22 @@ def check_row(
     rest = Columns({column: row.get(column) for column in unread}, f"row {number}")
     if name != "Fisher":  # of which prompts are read
         require_unmarked(rest, name, document=not read & {*CHATS, "prompt", "chosen"})
+    form = [*sorted(read), *(_weights_of(row, read) if weights != "refused" else ())]
     fields = [*_fields_of_parts({column: own[column] for column in read})]
     fields += _fields_unnamed(texts, tokenizer)
-    survey.add(", ".join(sorted(read)), fields, [*rest.notes, *notes, *_notes(texts, tokenizer)])
+    fields = [field for field in fields if field not in form]
+    survey.add(", ".join(form), fields, [*rest.notes, *notes, *_notes(texts, tokenizer)])
     return changes
+
+
+def _weights_of(row: Mapping[str, Any], read: Collection[str]) -> Iterator[str]:
+    """Columns and fields of messages in which a row has weights."""
+    names = (*ROW_WEIGHTS, *SIDE_WEIGHTS, "chosen_weights", "rejected_weights")
+    yield from (name for name in names if row.get(name) is not None)
+    for column in sorted(read):
+        fields = {field for one in _messages_of({column: row.get(column)}) for field in one
+                  if weighs(field, one[field])}  # fmt: skip
+        yield from (f"{column}.{field}" for field in sorted(fields))
 
 
 def require_unmarked(columns: Columns, name: str, *, document: bool = False) -> None:
@@ -209,8 +234,8 @@ def require_unmarked(columns: Columns, name: str, *, document: bool = False) -> 
             f"a {name} row is not to be learned so: {error.what}",
             got=error.got,
             why=error.why,
-            remedy="drop such rows (dataset.filter), or the column, where it says something else "
-            "(dataset.remove_columns)",
+            remedy=f"drop such rows (dataset.filter), {_by_weights(error.got, name)}or the column, "
+            "where it says something else (dataset.remove_columns)",
         ) from None
 
 
@@ -224,12 +249,23 @@ def other_meaning(lost: str, row: Mapping[str, Any], name: str, number: int) -> 
         f"TRL would read a {name} row otherwise than it is meant",
         got=f"row {number}: {lost}",
         why="it would be passed over without a word",
-        remedy=f"mend or drop it{'' if 'chosen' in row else tokens}",
+        remedy=f"{_by_weights(lost, name)}mend or drop it{'' if 'chosen' in row else tokens}",
     )
 
 
+def _by_weights(lost: str, name: str) -> str:
+    """The remedy for a weight of a training row, which one policy reads; or ""."""
+    fields = (*ROW_WEIGHTS, *MESSAGE_WEIGHTS, "loss_weights")
+    weighed = name == "training" and any(f"'{field}'" in lost for field in fields)
+    return TRAIN_BY_WEIGHTS if weighed else ""
+
+
 def _lost_of_row(
-    row: Mapping[str, Any], read: set[str], beside: Sequence[str], tokenizer: Any
+    row: Mapping[str, Any],
+    read: set[str],
+    beside: Sequence[str],
+    tokenizer: Any,
+    weights: str = "refused",
 ) -> str:
     """Content of a row that TRL would ignore, or its chat template not write; or ""."""
     for column in sorted(read):
@@ -241,7 +277,8 @@ def _lost_of_row(
         if row.get(column):
             return f"column {column!r}"
     texts = {column: row[column] for column in read}
-    if lost := lost_of_messages({**texts, **{k: row[k] for k in ("image", "images") if k in row}}):
+    pictures = {k: row[k] for k in ("image", "images") if k in row}
+    if lost := lost_of_messages({**texts, **pictures}, weights):
         return lost
     completion = row.get("completion")
     if are_messages(completion) and completion and is_prompt(completion[0]):
@@ -252,12 +289,12 @@ def _lost_of_row(
     return _lost_field(texts, tokenizer) or _lost_column(row, texts, tokenizer)
 
 
-def lost_of_messages(row: Mapping[str, Any]) -> str:
+def lost_of_messages(row: Mapping[str, Any], weights: str = "refused") -> str:
     """Field of a row's messages that TRL would ignore, or write as what it is not; or ""."""
     pictures = bool(row.keys() & {"image", "images"})  # such rows are refused as a whole
     for column in TRL_CHATS:
         for message in _messages_of({column: row.get(column)}):
-            if mark := mark_of(message, rejected=column == "rejected"):
+            if mark := mark_of(message, rejected=column == "rejected", weights=weights):
                 return f"a turn that is marked as not to be trained on: {mark}"
             if isinstance(content_of(message), list) and not pictures:
                 return "a content that is no text"
@@ -368,7 +405,7 @@ def _fields_of_parts(own: Mapping[str, Any]) -> Iterator[str]:
         for message in _messages_of({column: own.get(column)}):
             content = content_of(message)
             for part in filter(_is_plain_text, content if isinstance(content, list) else ()):
-                more = {k for k, v in part.items() if v is not None} - {"type", "text"}
+                more = {k for k, v in part.items() if v is not None} - {"type", "text", "value"}
                 yield from (f"{column}.content.{field}" for field in sorted(more))
 
 
@@ -434,8 +471,9 @@ def check_tokens(
             f"a {name} row would be learned otherwise than it says",
             got=f"row {number}: {lost}",
             why="given labels are taken as they are, and positions count from 0",
-            remedy="write -100 into 'labels' where nothing is to be learned; give one document "
-            "a row, without padding; drop columns that say something else",
+            remedy=f"{_by_weights(lost, name)}write -100 into 'labels' where nothing is to be "
+            "learned; give one document a row, without padding; drop columns that say something "
+            "else",
         )
     of_row = {column: row.get(column) for column in unread}
     of_row = {column: value for column, value in of_row.items() if not isinstance(value, list)}

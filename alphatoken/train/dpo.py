@@ -16,6 +16,7 @@ from torch import Tensor
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
+from alphatoken.data.weights import PAIR_WEIGHTS
 from alphatoken.errors import (
     AlphaTokenWarning,
     ConfigError,
@@ -24,6 +25,7 @@ from alphatoken.errors import (
     warn_caller,
 )
 from alphatoken.model.batch import IGNORE, PreferenceBatch
+from alphatoken.model.loading import text_tokenizer
 from alphatoken.select.losses import masked_dpo_coefficient
 from alphatoken.support.options import check_options
 from alphatoken.train.distributed import Ranks, sharding_of
@@ -33,6 +35,7 @@ from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
 from alphatoken.train.python_rows import cut_pair, read_pairs
+from alphatoken.train.row_weights import PairWeightsCollator, weighed_pair
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 from alphatoken.train.trainer_loss import TrainerLoss
 
@@ -373,12 +376,21 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
             args=args,
             dataset_name=dataset_name,
         )
+        if dataset_name == "train" and self.row_weights != "refused":
+            tokenizer = text_tokenizer(processing_class)
+            weigh = partial(weighed_pair, tokenizer=tokenizer, weights=self.row_weights)
+            prepared = prepared.map(weigh, with_indices=True)
         if limits == (None, None):
             return prepared
         cut = partial(cut_pair, max_prompt=limits[0], max_response=limits[1])
         # A stream takes no description.
         named = {"desc": f"Cutting {dataset_name} pairs"} if hasattr(prepared, "__len__") else {}
         return prepared.map(cut, **named)
+
+    def weights_collator(self) -> tuple[Any, tuple[str, ...]]:
+        """TRL's collator of pairs, and weights of both responses."""
+        keep_end = self.args.truncation_mode == "keep_end"
+        return PairWeightsCollator(self.data_collator, keep_end=keep_end), PAIR_WEIGHTS
 
     def tokenised(self, dataset: Any, name: str) -> Any:
         """Rows after TRL's own preparation."""

@@ -30,7 +30,8 @@ class AlphaFields(ValueOptions):
     policy: str = option(
         "top",
         "Rule that chooses the response tokens to train on: 'top' by value, 'random' or 'bottom' "
-        "(controls of equal budget), 'all' (TRL's own loss), a method by its name "
+        "(controls of equal budget), 'all' (TRL's own loss), 'weights' (those that the rows "
+        "bring), a method by its name "
         "(`alphatoken-lab policies` lists them), or module:Class for your own.",
         within="a name of `alphatoken-lab policies`, or module:Class",
     )

@@ -22,7 +22,7 @@ from alphatoken.errors import UnsupportedError
 OVERRIDDEN = (
     "_clip_grad_norm", "_get_output_dir",
     "_load_rng_state", "_run_epoch", "_save_checkpoint", "compute_loss",
-    "create_model_card", "get_batch_samples", "log", "training_step",
+    "create_model_card", "get_batch_samples", "get_train_dataloader", "log", "training_step",
 )  # fmt: skip
 """Methods of transformers' Trainer that ours override."""
 
@@ -30,10 +30,11 @@ _OF_TRL = ("_is_vision_dataset", "_metrics", "_prepare_dataset", "_total_train_t
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "Trainer": (
         "_get_collator_with_removed_columns", "_globalstep_last_logged", "_prepare_inputs",
-        "_push_from_checkpoint", "_total_loss_scalar", "_tr_loss", "callback_handler",
+        "_push_from_checkpoint", "_set_signature_columns_if_needed", "_signature_columns",
+        "_total_loss_scalar", "_tr_loss", "callback_handler",
         "current_gradient_accumulation_steps", "model_accepts_loss_kwargs",
     ),
-    "SFTTrainer": (*_OF_TRL, "_formatting_func", "_skip_prepare_dataset"),
+    "SFTTrainer": (*_OF_TRL, "_formatting_func", "_skip_prepare_dataset", "chat_template"),
     "DPOTrainer": (
         *_OF_TRL, "_precompute_ref_logps", "compute_ref_log_probs", "ld_alpha",
         "precompute_ref_logps", "ref_model",

@@ -76,6 +76,10 @@ class TrainerInterface(_Base):
     def prepare_pool(self, rows: list[dict[str, Any]]) -> None:
         """Add to validation and retention rows what only the prepared model can give."""
 
+    def weights_collator(self) -> tuple[Any, tuple[str, ...]]:
+        """A collator of the training rows that lays their weights, and the columns it reads."""
+        raise NotImplementedError
+
     def export_arguments(self) -> dict[str, Any]:
         """Arguments by which exported values find their rows again, such as a limit of length."""
         return {}

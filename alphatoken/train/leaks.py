@@ -68,6 +68,6 @@ def _keys(record: Mapping[str, Any], text_field: str) -> set[str]:
 
 def _row(record: Mapping[str, Any], text_field: str) -> Row:
     if "chosen" in record and "rejected" in record:
-        return pair_of(record, 0, "").row
+        return pair_of(record, 0, "", Fields(weights="signed")).row
     read = {name: record[name] for name in form_of(record, text_field)}
-    return row_of(read, 0, "", Fields(text=text_field))
+    return row_of(read, 0, "", Fields(text=text_field, weights="signed"))

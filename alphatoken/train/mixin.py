@@ -52,9 +52,9 @@ from alphatoken.train.manifest import (
     weights_fingerprint,
 )
 from alphatoken.train.policies import TRAINER_POLICIES, chosen_policy
-from alphatoken.train.policy import TokenPolicy
+from alphatoken.train.policy import TokenPolicy, row_weights
 from alphatoken.train.policy_stage import prepare_policy
-from alphatoken.train.python_rows import check_left, plain_rows, require_rows
+from alphatoken.train.python_rows import WEIGHTS, check_left, plain_rows, require_rows
 from alphatoken.train.records import RunRecords, TrainMonitor
 from alphatoken.train.reference import check_reference
 from alphatoken.train.refusals import (
@@ -63,6 +63,7 @@ from alphatoken.train.refusals import (
     refused_datasets,
     refused_runs,
 )
+from alphatoken.train.row_weights import weights_in_batches
 from alphatoken.train.run_rows import RunRows, prepare_run_rows
 from alphatoken.train.trainer_arguments import bind_arguments, load_model_and_tokenizer
 from alphatoken.train.trainer_loss import PLAN_KEY, MicroBatchPlan, TrainerLoss
@@ -159,6 +160,13 @@ class AlphaTrainerMixin(TrainerInterface):
         raise_first(refused_datasets(options, self._policy, datasets, fisher))
         if arguments.get("formatting_func") is None:  # else only that knows what a row is
             datasets = self._read_rows(arguments, datasets)
+        elif self.row_weights != "refused":
+            raise ConfigError(
+                "the policy reads weights of rows, and formatting_func makes the rows",
+                got="formatting_func=...",
+                why="which token a weight is of is known of rows only that the trainer writes",
+                remedy="dataset.map with that function, and rows with their weights",
+            )
         check_reference(arguments)
         self.own_collator = arguments.get("data_collator")
         load_model_and_tokenizer(self.BASE, arguments)
@@ -216,7 +224,9 @@ class AlphaTrainerMixin(TrainerInterface):
                 by_name["train"] = arguments["train_dataset"]
             for name, rows in by_name.items():
                 require_rows(rows, _NAMES.get(name, name))
-                by_name[name] = self.read(rows, _NAMES.get(name, name), arguments)
+                weights = self.row_weights if name == "train" else "refused"
+                how = arguments if weights == "refused" else {**arguments, WEIGHTS: weights}
+                by_name[name] = self.read(rows, _NAMES.get(name, name), how)
         plain = {name: plain_rows(rows) for name, rows in by_name.items()}
         train = by_name.pop("train", None)
         if train is not None:
@@ -253,6 +263,11 @@ class AlphaTrainerMixin(TrainerInterface):
     def token_policy(self) -> TokenPolicy | None:
         """The policy whose weights are trained with; None where every token is, unweighed."""
         return self._policy
+
+    @property
+    def row_weights(self) -> str:
+        """How weights of the training rows are read: "refused", "read" or "signed"."""
+        return row_weights(self._policy)
 
     @property
     def monitor(self) -> TrainMonitor:
@@ -312,6 +327,13 @@ class AlphaTrainerMixin(TrainerInterface):
         if self.weigher is not None:
             self.records.write_results()
         return result
+
+    def get_train_dataloader(self) -> Any:
+        """The loader of training batches, with the weights of their rows where they are read."""
+        if self.row_weights == "refused":
+            return super().get_train_dataloader()
+        with weights_in_batches(self, *self.weights_collator()):
+            return super().get_train_dataloader()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

@@ -22,7 +22,7 @@ from alphatoken.train.policies import (
     policy,
     read_policy_options,
 )
-from alphatoken.train.policy import PolicySettings, TokenPolicy
+from alphatoken.train.policy import PolicySettings, TokenPolicy, row_weights
 from alphatoken.train.refusals import contradictions, raise_first, refused_settings
 
 RENAMED = {
@@ -148,3 +148,8 @@ class AlphaOptions(AlphaFields):
             arguments = read_policy_options(self.policy_options)
             own = policy(self.policy, self.policy_settings(), **arguments).needs
         return own.values
+
+    @property
+    def row_weights(self) -> str:
+        """How weights of the rows are read under the named policy: "refused", "read", "signed"."""
+        return row_weights(chosen_policy(self, None, self.FAMILY))

@@ -43,6 +43,7 @@ class Needs:
         model: the model itself, for a pass of the policy's own.
         validation: the validation rows, in ``prepare``.
         values: the value of each response token, by the run's estimator and options.
+        row_weights: the weight that the row brings for each token, 1 where it brings none.
     """
 
     columns: tuple[str, ...] = ()
@@ -52,6 +53,7 @@ class Needs:
     model: bool = False
     validation: bool = False
     values: bool = False
+    row_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class PolicyBatch:
             forward among themselves; where a policy needs it.
         model: the model.
         values: (b, t), total value of each response token; where a policy needs it.
+        row_weights: (b, t) float32, by the rows; where a policy needs it.
         step: optimizer step.
         generator: seeded by run, step, micro-batch and process.
     """
@@ -115,6 +118,7 @@ class PolicyBatch:
     entropy: Callable[[int], Tensor] | None = None
     model: Any = None
     values: Tensor | None = None
+    row_weights: Tensor | None = None
     step: int = 0
     generator: torch.Generator | None = None
 
@@ -187,6 +191,7 @@ class TokenPolicy:
         divisor_scope: where kept tokens that divide the loss are counted: "trainer", as it counts
             the tokens of its loss (a preference trainer counts none, and each micro-batch is
             divided by its own); or "step", all micro-batches on all processes.
+        signed: weights may be negative, which trains away from a token.
         source: paper, and code if there is some.
     """
 
@@ -200,6 +205,7 @@ class TokenPolicy:
     static: bool = False
     denominator: ClassVar[str] = "response"
     divisor_scope: ClassVar[str] = "trainer"
+    signed: bool = False
     source: ClassVar[str] = ""
 
     _settings: PolicySettings | None = None
@@ -307,14 +313,16 @@ class TokenPolicy:
         """(b, t), in the mode that was asked for; 0 off the response.
 
         Raises:
-            NumericalError: a weight of a response token that is not finite, or negative.
+            NumericalError: a weight of a response token that is not finite, or negative where
+                weights are not ``signed``.
         """
         native = self.settings.mode == "native"
         weights = self.native_weights(batch) if native else self.budget_weights(batch)
         # ``where`` and not a product: what stands off the response may be NaN, and 0 NaN is NaN.
         weights = torch.where(batch.mask, weights.detach(), torch.zeros_like(weights))
+        allowed = torch.isfinite(weights)
         refuse_first(
-            ~(weights >= 0) | torch.isinf(weights),
+            ~(allowed if self.signed else allowed & (weights >= 0)),
             weights,
             f"policy '{self.name}' gives a weight that is no weight",
             why="a NaN or a negative weight would train the model away from the token",
@@ -369,3 +377,10 @@ def chooses_rows(policy: TokenPolicy) -> bool:
 def has_pass(policy: TokenPolicy) -> bool:
     """True if it looks at all rows before training."""
     return chooses_rows(policy) or type(policy).prepare is not TokenPolicy.prepare
+
+
+def row_weights(policy: TokenPolicy | None) -> str:
+    """How weights of the rows are read: "refused" where it reads none, else "read" or "signed"."""
+    if policy is None or not policy.needs.row_weights:
+        return "refused"
+    return "signed" if policy.signed else "read"

@@ -22,7 +22,15 @@ from itertools import islice
 from typing import Any
 
 from alphatoken.data import Survey
-from alphatoken.data.messages import CHANGING, CHATS, PROMPTS, RESPONSES, answer_text
+from alphatoken.data.messages import (
+    CHANGING,
+    CHATS,
+    PROMPTS,
+    RESPONSES,
+    ROW_WEIGHTS,
+    SIDE_WEIGHTS,
+    answer_text,
+)
 from alphatoken.data.pairs import pair_problem
 from alphatoken.data.trl_rows import (
     check_row,
@@ -31,6 +39,14 @@ from alphatoken.data.trl_rows import (
     in_trls_form,
     lost_of_messages,
     other_meaning,
+)
+from alphatoken.data.weights import (
+    LOSS_WEIGHTS,
+    PAIR_WEIGHTS,
+    WEIGHTLESS,
+    has_weights,
+    listed_weights,
+    no_weights,
 )
 from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 from alphatoken.model.loading import (
@@ -45,6 +61,9 @@ _TRLS = {"tools", "chat_template_kwargs", "image", "images"}
 """Columns that TRL reads beside these, or that are refused elsewhere."""
 _FIRST_ROWS = 1024
 """Rows of a stream that are looked at before any work; each is looked at as it is read."""
+
+WEIGHTS = "row_weights"
+"""Key among a reader's arguments: "read" or "signed" where weights of the rows are read."""
 
 Problem = Callable[[Mapping[str, Any]], str | None]
 """Gives the reason for which a row cannot be trained on; None for one that can."""
@@ -143,9 +162,17 @@ def require_tokens(
     """
     if not _reads_no_more(arguments):
         return _checked_rows(dataset, name, arguments, None, problem)
-    unread = sorted(columns_of(plain_rows(dataset), name) - {*read, "attention_mask"})
+    columns = columns_of(plain_rows(dataset), name)
+    read = {*read, *(_weight_columns(arguments) & columns)}
+    unread = sorted(columns - {*read, "attention_mask"})
     check = partial(check_tokens, read=read)
     return _checked_rows(dataset, name, arguments, check, problem, unread)
+
+
+def _weight_columns(arguments: Mapping[str, Any]) -> set[str]:
+    """Columns in which a run that reads weights looks for them."""
+    columns = {*ROW_WEIGHTS, *SIDE_WEIGHTS, LOSS_WEIGHTS, *PAIR_WEIGHTS}
+    return columns if arguments.get(WEIGHTS) else set()
 
 
 def tokenizer_of(arguments: Mapping[str, Any]) -> Any:
@@ -172,27 +199,49 @@ def _checked_rows(
 
     ``check`` refuses a row, or gives its columns in TRL's form; of a stream as it is read, too.
     """
-    rows, args = plain_rows(dataset), arguments["args"]
+    rows, args, weights = plain_rows(dataset), arguments["args"], arguments.get(WEIGHTS)
     whole = hasattr(rows, "__len__")
     survey = Survey(f"{name} rows" + f" (of a stream the first {_FIRST_ROWS})" * (not whole))
     survey.unread |= dict.fromkeys(unread)
     if check is not None:
         check = partial(check, name=name, unread=unread, survey=survey)
-    problems, any_changes = dict[int, str](), False
+    problems, any_changes, weightless = dict[int, str](), False, 0
     for number, row in enumerate(islice(rows, None if whole else _FIRST_ROWS)):
         changes = {} if check is None else check(row, number)
+        if weights and not has_weights(row, f"row {number}", weights):
+            weightless += 1
         any_changes = any_changes or bool(changes)
         # The responses of a Fisher's rows are not read, and of a stream no row can be left out.
         if problem is not None and whole and name != "Fisher":
             reason = problem({**row, **changes})
             problems |= {number: reason} if reason else {}
-    if args.process_index == 0 and (survey.unread or survey.notes):
+    if weights:
+        survey.rows = survey.rows or number + 1
+        _note_weights(survey, weightless, whole=whole)
+    if args.process_index == 0 and (survey.unread or survey.notes or weights):
         survey.log()
     if not whole and check is not None and hasattr(dataset, "map"):
         dataset = dataset.map(check, with_indices=True)
     elif any_changes:
         dataset = dataset.map(partial(in_trls_form, name=name), with_indices=True)
     return without_rows(problems, dataset, name, args.on_empty)
+
+
+def _note_weights(survey: Survey, weightless: int, *, whole: bool = True) -> None:
+    """Note how many rows bring no weight.
+
+    Args:
+        survey: of the rows.
+        weightless: rows without one.
+        whole: whether there are no others.
+
+    Raises:
+        InputError: none brings one.
+    """
+    if whole and weightless == survey.rows:
+        raise no_weights(str(survey))
+    if weightless:
+        survey.notes[WEIGHTLESS] += weightless
 
 
 def _reads_no_more(arguments: Mapping[str, Any]) -> bool:
@@ -212,10 +261,11 @@ def _texts(
     problem: Problem,
 ) -> Any:
     """The data set of texts or messages, checked; ``other`` columns change what a row says."""
-    columns = columns_of(plain_rows(dataset), name)
-    unread = sorted(columns - read - _TRLS) if _reads_no_more(arguments) else []
+    columns, weighed = columns_of(plain_rows(dataset), name), _weight_columns(arguments)
+    unread = sorted(columns - read - _TRLS - weighed) if _reads_no_more(arguments) else []
     check = partial(
         check_row,
+        weights=arguments.get(WEIGHTS, "refused"),
         read=read,
         beside=sorted((columns - read) & (other - _TRLS)),
         tokenizer=_with_trls_template(arguments["args"], tokenizer_of(arguments)),
@@ -254,7 +304,44 @@ def _tokens(dataset: Any, name: str, arguments: Mapping[str, Any]) -> Any:
     def problem(row: Mapping[str, Any]) -> str | None:
         return None if has_labels(row, read) else "the response is empty"
 
-    return require_tokens(dataset, name, read, arguments, problem)
+    dataset = require_tokens(dataset, name, read, arguments, problem)
+    return with_token_weights(dataset, name, arguments)
+
+
+def with_token_weights(dataset: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+    """Tokenised rows with one column of weights, by token; as they are where none is read.
+
+    Raises:
+        InputError: rows of a kind that no column can be added to, and that state weights otherwise.
+    """
+    weights = arguments.get(WEIGHTS)
+    if not weights:
+        return dataset
+    weigh = partial(_token_weights, weights=weights)
+    columns = columns_of(plain_rows(dataset), name)
+    others = sorted(columns & {*ROW_WEIGHTS})
+    if isinstance(dataset, (list, tuple)):
+        rows = [{**row, **weigh(row, number)} for number, row in enumerate(dataset)]
+        return [{k: v for k, v in row.items() if k not in others} for row in rows]
+    form = (getattr(dataset, "format", None) or {}).get("type")
+    if hasattr(dataset, "map") and form != "custom":
+        return dataset.map(weigh, with_indices=True, remove_columns=others)
+    if others or LOSS_WEIGHTS not in columns:
+        raise InputError(
+            f"weights of the {name} rows cannot be laid on their tokens",
+            got=f"{type(dataset).__name__} with {', '.join(sorted(columns))}",
+            why="nothing can be added to rows that are made as they are read",
+            remedy=f"give them {LOSS_WEIGHTS}, one number a token, and no other weight; or a "
+            "datasets.Dataset",
+        )
+    return dataset
+
+
+def _token_weights(row: Mapping[str, Any], number: int, weights: str) -> dict[str, list[float]]:
+    plain = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()}
+    tokens = len(plain["input_ids"])
+    listed = listed_weights(plain, LOSS_WEIGHTS, tokens, f"row {number}", weights)
+    return {LOSS_WEIGHTS: [1.0] * tokens if listed is None else listed}
 
 
 def _completions_only(arguments: Mapping[str, Any]) -> bool:
@@ -487,5 +574,6 @@ def cut_pair(
     # A prompt keeps its end, which the response answers; a response keeps its start, which no later
     # token has changed. So did TRL while it had two limits.
     prompt = row["prompt_ids"] if max_prompt is None else row["prompt_ids"][-max_prompt:]
-    responses = {name: row[name][:max_response] for name in ("chosen_ids", "rejected_ids")}
+    cut = [name for name in ("chosen_ids", "rejected_ids", *PAIR_WEIGHTS) if name in row]
+    responses = {name: row[name][:max_response] for name in cut}
     return {**row, "prompt_ids": prompt, **responses}

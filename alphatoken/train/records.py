@@ -72,7 +72,7 @@ class TrainMonitor:
         kept = weights.detach() * mask
         columns = [
             mask.sum(),
-            (kept > 0).sum(),
+            (kept != 0).sum(),
             kept.sum(dtype=wide),
             kept.to(wide).square().sum(),
         ]

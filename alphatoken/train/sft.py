@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from alphatoken.data.collate import padded
+from alphatoken.data.weights import LOSS_WEIGHTS
 from alphatoken.errors import (
     AlphaTokenWarning,
     InputError,
@@ -23,6 +25,7 @@ from alphatoken.model.loading import text_tokenizer
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.python_rows import columns_of, plain_rows, read_rows
+from alphatoken.train.row_weights import RowWeightsCollator, prepared_with_weights
 
 _COMPARED, _APART = 64, 0.8
 """Rows whose labels are compared, and the least difference of form that is said."""
@@ -77,6 +80,10 @@ class LabelledRows(AlphaTrainerMixin):
             rows = [{k: v for k, v in row.items() if k != "labels"} for row in rows]
         collate = self._get_collator_with_removed_columns(data_collator=self.own_collator)
         return self._prepare_inputs(collate([dict(row) for row in rows]))
+
+    def weights_collator(self) -> tuple[Any, tuple[str, ...]]:
+        """The trainer's collator, and weights beside its labels."""
+        return RowWeightsCollator(self.data_collator), (LOSS_WEIGHTS,)
 
     @property
     def _rows_have_labels(self) -> bool:
@@ -199,6 +206,38 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
     def row_length(self, row: Mapping[str, Any]) -> int:
         """Length of a row; of a packed row, that of its longest document."""
         return max(map(int, row.get("seq_lengths") or [len(row["input_ids"])]))
+
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        processing_class: Any,
+        args: Any,
+        packing: bool,
+        formatting_func: Any,
+        dataset_name: str,
+    ) -> Any:
+        """TRL's preparation; of training rows whose weights are read, with a column of them."""
+        prepare = partial(
+            super()._prepare_dataset,
+            processing_class=processing_class,
+            formatting_func=formatting_func,
+            dataset_name=dataset_name,
+        )
+        if dataset_name != "train" or self.row_weights == "refused":
+            return prepare(dataset=dataset, args=args, packing=packing)
+        tokenizer = text_tokenizer(processing_class)
+        if self.chat_template is not None:  # TRL writes the rows with it
+            tokenizer = copy.deepcopy(tokenizer)
+            tokenizer.chat_template = self.chat_template
+        return prepared_with_weights(
+            prepare,
+            dataset,
+            args,
+            packing,
+            tokenizer=tokenizer,
+            weights=self.row_weights,
+            text_field=args.dataset_text_field,
+        )
 
     def tokenised(self, dataset: Any, name: str) -> Any:
         """TRL's own preparation, without packing, labelled as training rows are."""

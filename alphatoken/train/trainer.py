@@ -16,7 +16,12 @@ from alphatoken.model.batch import IGNORE, label_mask, token_losses
 from alphatoken.model.forward import evaluation_mode
 from alphatoken.train.log_prob_proxy import LogProbProxy
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.python_rows import plain_rows, require_tokens
+from alphatoken.train.python_rows import (
+    WEIGHTS,
+    plain_rows,
+    require_tokens,
+    with_token_weights,
+)
 from alphatoken.train.sft import LabelledRows, refuse_losses
 from alphatoken.train.trainer_loss import TrainerLoss
 
@@ -131,11 +136,15 @@ class AlphaTrainer(LabelledRows, Trainer):
                 why="AlphaTrainer, as transformers' Trainer, reads input_ids and labels",
                 remedy="alphatoken.data.encode_rows makes them; AlphaSFTTrainer takes texts",
             )
-        if arguments.get("data_collator") is not None:
+        own_collator = arguments.get("data_collator") is not None
+        if own_collator and not arguments.get(WEIGHTS):
             return rows
         if whole or streamed:
             read = {"input_ids", "labels", *AlphaTrainer.BESIDE}
             rows = require_tokens(rows, name, read, arguments)
+            rows = with_token_weights(rows, name, arguments)
+        if own_collator:
+            return rows
         if whole and name == "training":
             _require_batches(plain, arguments["args"].train_batch_size)
         return rows

@@ -33,6 +33,9 @@ from alphatoken.values import TokenValues
 PLAN_KEY = "alphatoken_carried"
 """Key of a batch under which its ``MicroBatchPlan`` travels from one hook to the next."""
 
+ROW_WEIGHTS_KEY = "alphatoken_row_weights"
+"""Key of a batch under which the weights that its rows bring stand; see ``row_weights``."""
+
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
@@ -71,6 +74,7 @@ class MicroBatch:
         plan: what the plan of its step decided for it.
         num_items: transformers' count of the tokens of the step's loss, or None.
         steps: micro-batches of its optimizer step.
+        row_weights: (b, t) that the rows bring, where they are read.
     """
 
     inputs: Mapping[str, Any] = field(repr=False)
@@ -82,6 +86,7 @@ class MicroBatch:
     plan: MicroBatchPlan
     num_items: Any = None
     steps: int = 1
+    row_weights: Tensor | None = field(default=None, repr=False)
 
     @property
     def unit(self) -> float:
@@ -204,6 +209,10 @@ class TrainerLoss:
         self, inputs: Mapping[str, Any], plan: MicroBatchPlan, num_items: Any
     ) -> MicroBatch:
         """Labels, masks and groups of a batch, each read once."""
+        row_weights = None
+        if ROW_WEIGHTS_KEY in inputs:  # which no model takes
+            rest: Any = copy.copy(inputs)
+            row_weights, inputs = rest.pop(ROW_WEIGHTS_KEY), rest
         labels = self.response_labels(inputs)
         mask = label_mask(labels)
         remember_places(mask, response_places(labels))
@@ -217,6 +226,7 @@ class TrainerLoss:
             plan=plan,
             num_items=num_items,
             steps=int(self._trainer.current_gradient_accumulation_steps),
+            row_weights=row_weights,
         )
 
     def loss_labels(self, inputs: Mapping[str, Any]) -> Tensor:

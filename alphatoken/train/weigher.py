@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from alphatoken.errors import ConfigError, UnsupportedError
+from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from alphatoken.support.devices import Refusals, deferred_refusals, settle
@@ -160,6 +160,13 @@ class Weigher:
             kept, count = ranks.sum_gradients({"kept": totals}, 0.0)[0]["kept"]
         elif run.args.average_tokens_across_devices and ranks.world > 1:
             kept = run.accelerator.gather(kept.float().reshape(1).to(run.args.device)).sum()
+        if self.policy.signed and not float(kept) > 0:
+            raise NumericalError(
+                f"the weights of step {run.step} cannot divide its loss",
+                got=f"a sum of {float(kept):g}",
+                why="divided by it, tokens of weight 1 would be trained away from",
+                remedy="kept_normalization='response', or larger batches",
+            )
         return float(kept) / max(float(count), 1.0) or None
 
     @property
@@ -272,6 +279,14 @@ class Weigher:
             columns = {}
             if needs.columns and self._columns is not None:
                 columns = self._columns.columns_of(batch.inputs, mask, needs.columns)
+        if needs.row_weights and batch.row_weights is None:
+            raise UnsupportedError(
+                f"a batch came without the weights of its rows, which policy '{self.policy.name}' "
+                "reads",
+                got=", ".join(batch.inputs),
+                why="every token would count alike",
+                remedy="the trainer's own get_train_dataloader, with rows that policy was told of",
+            )
         zeros = torch.zeros(mask.shape, device=mask.device)
         of_forward: dict[str, Any] = {"log_probs": zeros}
         # Off the response everything is 0: whatever stands there must decide nothing.
@@ -295,6 +310,7 @@ class Weigher:
             rank_groups=batch.rank_groups,
             columns={name: column.to(mask.device) for name, column in columns.items()},
             values=totals if needs.values else None,
+            row_weights=None if batch.row_weights is None else batch.row_weights.to(mask.device),
             step=run.step,
             **of_forward,
         )

@@ -80,7 +80,7 @@ class Run:
         given["model"] = tiny.model(dropout=given.pop("dropout", 0.0))
         given["peft_config"] = adapters if self.peft else None
         rows = tiny.preference_rows if self.kind == "dpo" else tiny.sft_rows
-        given["train_dataset"] = rows(24)
+        given.setdefault("train_dataset", rows(24))
         if given.pop("evaluate", False):
             given["eval_dataset"] = tiny.sft_rows(8, seed=9)
         if self.kind == "plain":

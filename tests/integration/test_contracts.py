@@ -69,10 +69,14 @@ CALLED: dict[str, Check] = {
     ),
     "create_model_card": lambda: takes(TRAINER.create_model_card, ANY),
     "get_batch_samples": lambda: takes(TRAINER.get_batch_samples, ANY, ANY, 1, ANY),
+    "get_train_dataloader": lambda: takes(TRAINER.get_train_dataloader, ANY),
     "log": lambda: takes(TRAINER.log, ANY, {}, None),
     "training_step": lambda: takes(TRAINER.training_step, ANY, ANY, {}, None),
     "_prepare_inputs": lambda: takes(TRAINER._prepare_inputs, ANY, {}),
     "_push_from_checkpoint": lambda: takes(TRAINER._push_from_checkpoint, ANY, "folder"),
+    "_set_signature_columns_if_needed": lambda: takes(
+        TRAINER._set_signature_columns_if_needed, ANY
+    ),
     # train/sft.py and train/dpo.py.
     "_get_collator_with_removed_columns": lambda: takes(
         TRAINER._get_collator_with_removed_columns, ANY, data_collator=ANY
@@ -132,6 +136,8 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "_total_train_tokens": ("train/checkpoint.py", lambda x: float(x) > 0),
     "_is_vision_dataset": ("train/sft.py, train/dpo.py", lambda x: x is False),
     "_skip_prepare_dataset": ("train/sft.py", lambda x: x is False),
+    "_signature_columns": ("train/row_weights.py", lambda x: isinstance(x, list)),
+    "chat_template": ("train/sft.py", lambda x: x is None),
     "_formatting_func": ("train/sft.py", lambda x: x is None),
     "precompute_ref_logps": ("train/dpo.py", lambda x: x is False),
     "ld_alpha": ("train/dpo.py", lambda x: x is None),

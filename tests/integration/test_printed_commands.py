@@ -190,7 +190,8 @@ class Sandbox:
         else:
             rows = [r for r in code_rows(900) if len(r.prompt) + len(r.response) < 260]
             rows = rows[72 * bool(draw) + 20 * (draw - 1) * bool(draw) :][:count]
-            records = [{prompt: row.prompt, response: row.response} for row in rows]
+            own = {"weight": 0.5} if "weighted" in name else {}
+            records = [{prompt: row.prompt, response: row.response, **own} for row in rows]
         assert len(records) == count
         jsonl(path, records)
 

@@ -28,6 +28,7 @@ ROOMS = {
     "Errors in what trainers promise beside their steps, and in what is refused": (
         mutants_train.RULES
     ),
+    "Errors in weights that rows bring": mutants_train.OWN_WEIGHTS,
     "Errors in label values by finite differences": mutants_values.VALUES_BY_DIFFERENCES,
     "Errors in influence directions": mutants_values.INFLUENCE,
     "Errors in values along a walk": mutants_values.WALKS,

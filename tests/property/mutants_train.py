@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
+from hypothesis import strategies as st
+
 from tests.property import (
+    test_own_weights,
     test_paper_gaps,
     test_policies,
     test_pool,
@@ -375,4 +378,83 @@ RULES = (
             tested=True),
         "a long prompt keeps its beginning, and the question goes",
         ("train.python_rows.cut_pair", "[-max_prompt:]", "[:max_prompt]")),
+)  # fmt: skip
+
+
+# --- weights that rows bring ----------------------------------------------------------------------
+
+
+TRAVEL = claim(
+    test_own_weights.test_label_and_weight_travel_as_one,
+    test_own_weights.TOKENS,
+    st.integers(0, 12),
+)
+TURNS = claim(
+    test_own_weights.test_a_turn_weighs_its_own_tokens,
+    st.sampled_from(["none", *test_own_weights.TEMPLATES]),
+    test_own_weights.CHATS,
+    test_own_weights.WEIGHT,
+    st.booleans(),
+    examples=100,
+)
+SUMS = claim(
+    test_own_weights.test_a_sum_that_is_not_positive_divides_nothing, [1.0, -1.0], examples=1,
+    needs=NEEDS,
+)  # fmt: skip
+
+
+def own_step(layout: str, divisor: str) -> Claim:
+    """The claim about one step by own weights, in one layout of the rows."""
+    check = test_own_weights.test_a_step_is_the_weighted_sum_of_token_gradients
+    return claim(check, layout, divisor, examples=1, needs=NEEDS, tested=True)
+
+
+def own_pairs(divisor: str, kept: str) -> Claim:
+    """The same of preference pairs, cut or whole."""
+    check = test_own_weights.test_a_step_of_pairs_is_the_weighted_sum
+    return claim(check, divisor, kept, examples=1, needs=NEEDS, tested=True)
+
+
+OWN_WEIGHTS = (
+    row("weight-moved-into-the-label", TRAVEL,
+        "a weight stands one bit too low beside its label",
+        ("data.weights.joined", "<< 32", "<< 31")),
+    row("all-turns-by-the-last-weight", TURNS,
+        "every answer gets the weight that was laid last",
+        ("data.weights._of_answers", "learned=_of_turn(turn) == weight", "learned=True")),
+    row("row-weight-forgotten-beside-turns", TURNS,
+        "a row whose turns have weights loses its own",
+        ("data.weights.turn_weights", "own * (other", "1.0 * (other")),
+    row("unlearned-turn-by-its-weight", TURNS,
+        "a turn that is not to be learned keeps its weight",
+        ("data.weights._of_turn", " if turn.learned else 0.0", "")),
+    row("sign-of-a-weight-forgotten", own_step("unequal micro-batches", "response"),
+        "a negative weight trains towards its token",
+        ("train.policies.own_weights.OwnWeights.scores",
+         "row_weights.to(", "row_weights.abs().to(")),
+    row("kept-tokens-for-the-sum-of-weights", own_step("unequal micro-batches", "kept"),
+        "the loss is divided by the number of tokens with a weight",
+        ("train.policies.own_weights.OwnWeights.kept_tokens",
+         "self.weights(batch).cpu()", "(self.weights(batch) != 0).cpu()")),
+    row("weights-of-a-batch-by-micro-batch", own_step("unequal micro-batches", "kept"),
+        "the sum of the weights is that of a micro-batch",
+        ("train.weigher.Weigher.loss", "self._divisor, plan.kept_share)", "self._divisor)")),
+    row("weights-before-labels-are-cut", own_step("cut at the start", "kept"),
+        "labels are cut at their start, and weights at their end",
+        ("train.row_weights._with_parted",
+         "return {", "weights = weights[1:] + weights[:1]\n    return {")),
+    row("pair-weights-cut-at-the-other-end", own_pairs("response", "end"),
+        "weights of a pair that is cut at its start are cut at their end",
+        ("train.row_weights.PairWeightsCollator.__call__",
+         "torch.as_tensor(weights, dtype=torch.float32)[cut]",
+         "torch.as_tensor(weights, dtype=torch.float32)[:count]")),
+    row("weights-of-the-chosen-for-both", own_pairs("kept", "whole"),
+        "tokens of the rejected response weigh 1",
+        ("train.row_weights.PairWeightsCollator.__call__",
+         "batch[ROW_WEIGHTS_KEY] = laid",
+         "laid[len(rows):] = 1\n    batch[ROW_WEIGHTS_KEY] = laid")),
+    row("negative-sum-divides", SUMS,
+        "a step whose weights sum to 0 or less divides by them",
+        ("train.weigher.Weigher._kept_share",
+         "if self.policy.signed and not float(kept) > 0:", "if False:")),
 )  # fmt: skip

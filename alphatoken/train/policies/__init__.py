@@ -8,7 +8,8 @@ it does what its paper does; in budget mode it ranks tokens and the trainer keep
 told, which makes methods comparable.
 
 In ``builtin`` are the trainers' own (top, random, bottom and all, ``TRAINER_POLICIES``), every
-token, and every token after the validation rows. Another package gives its policies names by entry
+token, and every token after the validation rows; in ``own_weights`` the weights that rows bring.
+Another package gives its policies names by entry
 points of the group ``alphatoken.policies``, as ``alphatoken-lab`` does for the methods that people
 compare with.
 
@@ -33,6 +34,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.model.choice import ParameterChoice, read_layers
 from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies.builtin import DPO, RATIO_POLICIES, Standard, ValidationFirst
+from alphatoken.train.policies.own_weights import OwnWeights
 from alphatoken.train.policy import PolicySettings, TokenPolicy
 
 __all__ = [
@@ -66,6 +68,7 @@ _OWN: dict[str, type[TokenPolicy]] = {
     "standard": Standard,
     "validation-first": ValidationFirst,
     "dpo": DPO,
+    "weights": OwnWeights,
 }
 
 _ONLY_VALUES: Mapping[str, Any] = {
@@ -207,7 +210,7 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
     except (ConfigError, TypeError):
         return {}  # what is wrong with it is said where it is chosen
     neutral = dict(_ONLY_VALUES)
-    if mode.mode == "native" or made.replaces_loss:
+    if made.settings.mode == "native" or made.replaces_loss:
         neutral["kept_normalization"] = "response"
     if family == "preference" and made.needs.reference:
         neutral["precompute_ref_log_probs"] = False

@@ -15,6 +15,7 @@ _NEEDS = {
     "entropy": "entropy of the next token",
     "model": "passes of its own",
     "validation": "validation rows",
+    "row_weights": "weights in the rows",
 }
 _HEADS = ("name", "trainer", "loss", "needs", "what it does")
 _END = """
