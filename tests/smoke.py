@@ -34,7 +34,7 @@ def said(*words: str) -> str:
 
 
 assert "alphatoken score" in said("--help")
-for command in ("score", "fisher", "sft", "dpo", "diagnose"):
+for command in ("show", "score", "fisher", "sft", "dpo", "diagnose"):
     assert "--" in said(command, "--help"), command
 assert "laptop-sft" in said("sft", "--help")
 

@@ -1,4 +1,4 @@
-"""The command line: ``alphatoken score``, ``fisher``, ``sft``, ``dpo``, ``diagnose`` and others.
+"""The command line: ``alphatoken show``, ``score``, ``fisher``, ``sft``, ``dpo``, ``diagnose``.
 
 Each command is listed below with the module that runs it, and a module is loaded only when its
 command is called: ``alphatoken --help`` needs neither torch nor transformers.
@@ -8,6 +8,7 @@ command is called: ``alphatoken --help`` needs neither torch nor transformers.
 - ``sft``, ``dpo``: ``training``, from ``arguments`` (TRL's convention) through ``training_rows``
   to a trainer; ``recipes`` reads options from a file.
 - ``diagnose``: ``diagnose_options``, ``diagnose_run``.
+- ``show``: ``show``, ``show_run``, and ``marked_text``, which marks tokens in a terminal.
 
 Options are dataclasses. ``program`` makes the flags of them; ``alphatoken.score.options`` holds
 those that several commands share. Model, rows, files and output folder are called as in ``sft``;
@@ -30,6 +31,11 @@ from alphatoken.cli.program import Command, run_program
 __all__ = ["main"]
 
 _COMMANDS = {
+    "show": Command(
+        "show which tokens of your rows are trained on, with which weight",
+        "alphatoken.cli.show_run:run",
+        "alphatoken.cli.show:read",
+    ),
     "score": Command(
         "value the response tokens of a training file",
         "alphatoken.cli.score:run",
@@ -54,6 +60,8 @@ _COMMANDS = {
 
 _EXAMPLES = """\
 examples
+  see which tokens of a file are trained on:
+    alphatoken show rows.jsonl --model_name_or_path MODEL
   value the tokens of a file exactly, with a report to look at:
     alphatoken score --model_name_or_path MODEL --train_file rows.jsonl --validation_rows 64 \\
         --estimator label --parameters all --output_dir values

@@ -30,6 +30,7 @@ __all__ = [
     "run_dpo",
     "run_sft",
     "trainer_of",
+    "vocabulary_of",
 ]
 
 _NEEDED = ("accelerate", "datasets", "trl")
@@ -293,7 +294,7 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
 
     args, model = arguments.training, arguments.model
     tokenizer = load_tokenizer(arguments)
-    datasets, notes = load_run_data(arguments, tokenizer, _vocabulary(arguments))
+    datasets, notes = load_run_data(arguments, tokenizer, vocabulary_of(arguments))
     if arguments.command == "sft":
         args.assistant_only_loss = False  # the labels of the rows are those of it already
     args.model_init_kwargs = model_options(arguments)
@@ -312,7 +313,8 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     return trainer, notes
 
 
-def _vocabulary(arguments: Any) -> int | None:
+def vocabulary_of(arguments: Any) -> int | None:
+    """Rows of the embedding of the model that is named, which is not loaded; None: unknown."""
     from alphatoken.model.loading import find_limits, find_parts
 
     args, model = arguments.training, arguments.model

@@ -151,13 +151,22 @@ class RowReader:
     Rows become tokens as in every other command, by ``encode_row``; pairs are tokenised by TRL,
     after ``encode_row`` has seen that they can be. ``vocabulary`` is of the model's embedding.
     Weights that training rows bring are read where the policy reads them, and with them rows that
-    are tokens already.
+    are tokens already. ``weights`` in its place reads them in this way, and none must be there.
     """
 
-    def __init__(self, arguments: Arguments, tokenizer: Any, vocabulary: int | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Arguments,
+        tokenizer: Any,
+        vocabulary: int | None = None,
+        weights: str | None = None,
+    ) -> None:
         self.arguments, self.data = arguments, arguments.data
         self.pairs = arguments.command == "dpo"
-        self.weights = arguments.training.row_weights
+        self.weights = weights or arguments.training.row_weights
+        self.needs_weights = weights is None and self.weights != "refused"
+        self.surveys: dict[str, Survey] = {}
+        """What was read of each set of rows, by its name."""
         self.tokenizer = rows_tokenizer(arguments.training, tokenizer)
         self.how = EncodeOptions(
             turns=self.data.turns,
@@ -201,11 +210,12 @@ class RowReader:
         self, records: Iterable[SourceRow], survey: Survey, name: str, limit: int | None = None
     ) -> list[Item]:
         """Those rows that can be trained on; the others are left out, or refused, if so asked."""
+        self.surveys[name] = survey
         # Before anything is held out, so that as many are held out as was asked for.
         make = partial(self._usable_item, survey=survey, name=name)
         items: list[Item] = usable_rows(islice(records, limit), make, survey, self.data.on_bad_rows)
-        weighed = self.weights != "refused" and name == "training"
-        if weighed and items and not any(map(_is_weighted, items)):
+        weighed = self.needs_weights and name == "training"
+        if weighed and items and not any(map(is_weighted, items)):
             raise no_weights(str(survey))
         self._require_one_form([item for item in items if isinstance(item, Pair)])
         if not items:
@@ -235,7 +245,7 @@ class RowReader:
         self, record: Mapping[str, Any], index: int, place: str, survey: Survey, name: str
     ) -> Item | None:
         item = self._item(record, index, place, survey, optional=name != "training")
-        if self.weights != "refused" and name == "training" and not _is_weighted(item):
+        if self.needs_weights and name == "training" and not is_weighted(item):
             survey.notes[WEIGHTLESS] += 1
         if (problem := self._problem(item)) is None:
             return item
@@ -316,7 +326,8 @@ class RowReader:
         return None
 
 
-def _is_weighted(item: Item) -> bool:
+def is_weighted(item: Item) -> bool:
+    """True if a row or pair brings a weight."""
     if isinstance(item, Example):
         return item.row.is_weighted
     return any(item.side(turns).is_weighted for turns in (item.chosen, item.rejected))

@@ -8,7 +8,7 @@ text (:func:`lost_text`).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,8 @@ _WHITE_SPACE = "the template changes white space of a response"
 
 # Bytes of the longest UTF-8 character: more pending tokens than that never become one.
 _LONGEST_CHARACTER = 4
+BROKEN = "\u27e8\u2026\u27e9"
+"""Stands for tokens that are a part of a character."""
 # Tokens before what is learned in which a response may begin, where the template opens it.
 _LEAD = 64
 
@@ -267,21 +269,33 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     has the vocabulary's name of it (``<0xF0>``) or a placeholder; the token that completes the
     character shows it.
     """
-    ids = list(ids)
     result: list[str] = []
-    start = read = 0  # ids[start:read] is decoded text that gives the next token its context
-    for index, token in enumerate(ids):
-        before = _decode(tokenizer, ids[start:read])
-        after = _decode(tokenizer, ids[start : index + 1])
-        pending = index + 1 - read
-        if after.endswith("\ufffd") and pending < _LONGEST_CHARACTER:
+    for start, stop, text in text_groups(tokenizer, ids):
+        whole = text is not None
+        for token in ids[start : stop - whole]:
             name = str(tokenizer.convert_ids_to_tokens([token])[0])
             is_byte = name.startswith("<0x") and name.endswith(">")
-            result.append(name if is_byte else "\u27e8\u2026\u27e9")
-            continue
-        result.append(after[len(before) :])
-        start, read = read, index + 1
+            result.append(name if is_byte else BROKEN)
+        result += [text] if text is not None else []
     return result
+
+
+def text_groups(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[int, int, str | None]]:
+    """Consecutive tokens that add whole characters together: first, last (exclusive), text.
+
+    The groups cover all tokens, and their texts are the decoded text. The last one has None where
+    the tokens end inside a character.
+    """
+    ids = list(ids)
+    start = read = 0  # ids[start:read] is decoded text that gives the next token its context
+    for stop in range(1, len(ids) + 1):
+        before, after = _decode(tokenizer, ids[start:read]), _decode(tokenizer, ids[start:stop])
+        if after.endswith("\ufffd") and stop - read < _LONGEST_CHARACTER:
+            continue
+        yield read, stop, after[len(before) :]
+        start, read = read, stop
+    if read < len(ids):
+        yield read, len(ids), None
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -261,6 +261,44 @@ class PairLoss(TrainerLoss):
         return torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
 
 
+def prepared_pairs(
+    prepare: Callable[..., Any],
+    dataset: Any,
+    args: AlphaDPOConfig,
+    tokenizer: Any,
+    weights: str,
+    name: str,
+) -> Any:
+    """Pairs as tokens, with their weights, each part cut to its own limit where there is one.
+
+    Args:
+        prepare: TRL's preparation: (dataset, args) -> dataset.
+        dataset: pairs in TRL's form.
+        args: configuration of the trainer.
+        tokenizer: of the pairs.
+        weights: "read" or "signed"; "refused" reads none.
+        name: of the data set.
+
+    Raises:
+        DataError: weights that cannot be laid on the tokens.
+    """
+    limits = (args.max_prompt_length, args.max_response_length)
+    if args.cuts_prompts:
+        # TRL would drop a prompt that fills max_length, before it is cut here.
+        args = copy.copy(args)
+        args.max_length = None
+    prepared = prepare(dataset=dataset, args=args)
+    if weights != "refused":
+        weigh = partial(weighed_pair, tokenizer=tokenizer, weights=weights)
+        prepared = prepared.map(weigh, with_indices=True)
+    if limits == (None, None):
+        return prepared
+    cut = partial(cut_pair, max_prompt=limits[0], max_response=limits[1])
+    # A stream takes no description.
+    named = {"desc": f"Cutting {name} pairs"} if hasattr(prepared, "__len__") else {}
+    return prepared.map(cut, **named)
+
+
 class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     """TRL's ``DPOTrainer`` that updates on the valuable tokens of both branches.
 
@@ -365,27 +403,12 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
     ) -> Any:
         """TRL's preparation, and each part cut to its own limit where there is one."""
-        limits = (args.max_prompt_length, args.max_response_length)
-        if args.cuts_prompts:
-            # TRL would drop a prompt that fills max_length, before it is cut here.
-            args = copy.copy(args)
-            args.max_length = None
-        prepared = super()._prepare_dataset(
-            dataset=dataset,
-            processing_class=processing_class,
-            args=args,
-            dataset_name=dataset_name,
+        prepare = partial(
+            super()._prepare_dataset, processing_class=processing_class, dataset_name=dataset_name
         )
-        if dataset_name == "train" and self.row_weights != "refused":
-            tokenizer = text_tokenizer(processing_class)
-            weigh = partial(weighed_pair, tokenizer=tokenizer, weights=self.row_weights)
-            prepared = prepared.map(weigh, with_indices=True)
-        if limits == (None, None):
-            return prepared
-        cut = partial(cut_pair, max_prompt=limits[0], max_response=limits[1])
-        # A stream takes no description.
-        named = {"desc": f"Cutting {dataset_name} pairs"} if hasattr(prepared, "__len__") else {}
-        return prepared.map(cut, **named)
+        weights = self.row_weights if dataset_name == "train" else "refused"
+        tokenizer = text_tokenizer(processing_class)
+        return prepared_pairs(prepare, dataset, args, tokenizer, weights, dataset_name)
 
     def weights_collator(self) -> tuple[Any, tuple[str, ...]]:
         """TRL's collator of pairs, and weights of both responses."""

@@ -47,7 +47,7 @@ PROGRAMS: dict[str, Callable[..., int]] = {
     "alphatoken-lab": alphatoken_lab.commands.main,
 }
 COMMANDS = {
-    "alphatoken": ("score", "fisher", "sft", "dpo", "diagnose"),
+    "alphatoken": ("show", "score", "fisher", "sft", "dpo", "diagnose"),
     "alphatoken-lab": tuple(alphatoken_lab.commands.COMMANDS),
 }
 
@@ -146,6 +146,8 @@ class Sandbox:
         if (self._folder / "RECIPE").exists():
             self._rows("rows.jsonl", 0, pairs=False)
         pairs, draw = "dpo" in words, 0
+        if words[1] == "show" and not words[2].startswith("-"):
+            self._rows(words[2], 0, pairs="pairs" in words[2])
         for name, value in pairwise(words):
             option, path = name.removeprefix("--"), self._folder / value
             if option in _MODELS:
