@@ -29,10 +29,10 @@ read: chats, prompt and response, texts, pairs, tokens with labels. It comes fir
 
 output
   In a terminal trained tokens are bold green; yellow, magenta and red are weights below 1, above 1
-  and below 0; all else is dim. In a file or a pipe trained text stands between \u27e6 and \u27e7. Behind
-  text with a weight other than 1 stands \u00d7 and the weight. Special tokens are shown, and line
-  breaks as \u21b5. A policy that chooses tokens by value (the default) chooses among these during
-  training. Rows that sft would hold out for validation are shown like all others. A summary of all
+  and below 0; all else is dim. In a file or a pipe trained text stands between \u27e6 and \u27e7.
+  \u00d7 and a number behind it is a weight other than 1. Special tokens are shown, and line breaks
+  as \u21b5. A policy that chooses tokens by value (the default) chooses among these while it
+  trains. Rows that sft would hold out for validation are shown like all others. A summary of all
   rows of the file follows, and the command that trains on them.
 
 examples

@@ -56,11 +56,16 @@ class TrainedTokens:
 
 
 def run(request: ShowRequest) -> None:
-    """Show the rows on stdout.
+    """Show the rows on stdout; errors are those of :func:`read_tokens` and a row there is not."""
+    tokens, reader = read_tokens(request)
+    _print(_report(tokens, reader, request))
+
+
+def read_tokens(request: ShowRequest) -> tuple[list[TrainedTokens], Any]:
+    """All rows as ``sft`` or ``dpo`` trains on them, and the ``RowReader`` that read them.
 
     Raises:
-        AlphaTokenError: what ``sft`` or ``dpo`` refuses of these rows and options; a row to show
-            that there is not.
+        AlphaTokenError: what ``sft`` or ``dpo`` refuses of these rows and options.
     """
     command = "dpo" if request.options.dpo or _has_pairs(request) else "sft"
     arguments = _arguments(request, command)
@@ -70,9 +75,8 @@ def run(request: ShowRequest) -> None:
     # Unless a policy is named, weights are read where there are any.
     weights = None if _names_policy(request.words) else "signed"
     reader = RowReader(arguments, tokenizer, vocabulary_of(arguments), weights)
-    items = reader.training_rows()
-    tokens = [*(_of_pairs if command == "dpo" else _of_rows)(items, reader)]
-    _print(_report(tokens, reader, request))
+    items: list[Any] = reader.training_rows()
+    return [*(_of_pairs if reader.pairs else _of_rows)(items, reader)], reader
 
 
 def _arguments(request: ShowRequest, command: str) -> Any:
@@ -133,9 +137,10 @@ def _of_pairs(items: Sequence[Pair], reader: Any) -> Iterator[TrainedTokens]:
 
     args, tokenizer = reader.arguments.training, reader.tokenizer
     # All that TRL's preparation of pairs reads of its trainer.
+    trainer: Any = SimpleNamespace(_tokenizer=tokenizer)
     prepare = partial(
         DPOTrainer._prepare_dataset,
-        SimpleNamespace(_tokenizer=tokenizer),
+        trainer,
         processing_class=tokenizer,
         dataset_name="train",
     )
