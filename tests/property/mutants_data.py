@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.property import test_collected_pairs, test_corpus, test_queries
+from tests.property import test_collected_pairs, test_corpus, test_queries, test_shown_tokens
 from tests.property import test_diagnose_arithmetic as tests
 from tests.property.decoder import DecoderConfig
 from tests.property.mutation import claim, row
@@ -185,4 +185,54 @@ ARITHMETICS = (
     row("good-enough-turned", PLANTED,
         "an arithmetic that changes more decisions than other rows do is good enough",
         ("diagnose.arithmetic._record", "changed < redrawn.value", "changed > redrawn.value")),
+)  # fmt: skip
+
+
+# --- what ``show`` prints ------------------------------------------------------------------------
+
+
+MARKS = claim(
+    test_shown_tokens.test_a_character_is_marked_by_all_its_tokens,
+    test_shown_tokens.TEXTS,
+    test_shown_tokens.WEIGHTS,
+    examples=100,
+)
+GROUPS = claim(
+    test_shown_tokens.test_tokens_of_a_character_are_one_group,
+    test_shown_tokens.TEXTS,
+    st.integers(0, 3),
+    examples=60,
+)
+TRUNCATED = claim(
+    test_shown_tokens.test_what_truncation_leaves_of_a_row,
+    test_shown_tokens.PLACES,
+    st.one_of(st.none(), st.integers(1, 9)),
+    st.sampled_from(["start", "end"]),
+    examples=60,
+    needs=("trl",),
+)
+
+SHOWN = (
+    row("character-by-its-first-token", MARKS,
+        "a character is marked by the first of its tokens alone",
+        ("cli.marked_text._pieces", "weights[start:stop]", "weights[start : start + 1]")),
+    row("weight-zero-marked-as-trained", MARKS,
+        "a token of weight 0 is marked as trained on",
+        ("cli.marked_text._pieces", "[start:stop] if weight)",
+         "[start:stop] if weight is not None)")),
+    row("control-characters-printed", MARKS,
+        "a terminal obeys the control characters of a row",
+        ("cli.marked_text._visible", "_name(match.group())", "match.group()")),
+    row("half-a-character-printed", GROUPS,
+        "tokens of one character are printed one by one",
+        ("data.texts.text_groups", "stop - read < _LONGEST_CHARACTER", "False")),
+    row("first-token-shown-as-trained", TRUNCATED,
+        "the first token of a row, which nothing predicts, is shown as trained on",
+        ("cli.show_run._cut", "own[:1] = [None] * len(own[:1])", "pass")),
+    row("rows-shown-cut-at-the-other-end", TRUNCATED,
+        "rows are shown with the end that truncation takes",
+        ("cli.show_run._kept", '== "keep_start"', '!= "keep_start"')),
+    row("prompt-shown-as-trained", TRUNCATED,
+        "tokens without a label are shown as trained on",
+        ("cli.show_run._of_rows", "None if label == IGNORE else weight", "weight")),
 )  # fmt: skip
