@@ -25,7 +25,9 @@ _MORE = """\
 FILE is a local JSON, CSV or Parquet file or a folder of such files, in any form that the trainers
 read: chats, prompt and response, texts, pairs, tokens with labels. It comes first; --train_file,
 --dataset_name and --config work as in sft, and so does every other option of sft and dpo, such as
---max_length, --truncation_mode, --completion_only_loss, --chat_template_path and --policy.
+--max_length, --truncation_mode, --completion_only_loss, --chat_template_path and --policy. Unless
+a policy is named, weights are read where rows bring them. Unless --on_bad_rows is named, rows that
+cannot be read are counted, and the others are shown.
 
 output
   In a terminal trained tokens are bold green; yellow, magenta and red are weights below 1, above 1

@@ -234,8 +234,9 @@ def _summary(tokens: Sequence[TrainedTokens], reader: Any, length: str) -> Itera
         # Also of tokens whose weight is 0.
         weights = [w for own in tokens if own.weighted for w in own.weights if w is not None]
         least, most = min(weights, default=0.0), max(weights, default=0.0)
-        without = f"{rows - len(weighted)} bring none, which counts as 1"
-        yield f"weights of {len(weighted)} {items}: {least:g} to {most:g}; {without}"
+        without = rows - len(weighted)
+        others = f"; {without} bring none, which counts as 1" if without else ""
+        yield f"weights of {len(weighted)} {items}: {least:g} to {most:g}{others}"
     else:
         yield "weights: no row brings one; every trained token counts as 1"
     untrained = {own.index for own in tokens} - {own.index for own in tokens if own.trained}
