@@ -22,7 +22,7 @@ from alphatoken.errors import UnsupportedError
 OVERRIDDEN = (
     "_clip_grad_norm", "_get_output_dir",
     "_load_rng_state", "_run_epoch", "_save_checkpoint", "compute_loss",
-    "create_model_card", "get_batch_samples", "log", "training_step",
+    "create_model_card", "get_batch_samples", "get_train_dataloader", "log", "training_step",
 )  # fmt: skip
 """Methods of transformers' Trainer that ours override."""
 

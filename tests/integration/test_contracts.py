@@ -69,6 +69,7 @@ CALLED: dict[str, Check] = {
     ),
     "create_model_card": lambda: takes(TRAINER.create_model_card, ANY),
     "get_batch_samples": lambda: takes(TRAINER.get_batch_samples, ANY, ANY, 1, ANY),
+    "get_train_dataloader": lambda: takes(TRAINER.get_train_dataloader, ANY),
     "log": lambda: takes(TRAINER.log, ANY, {}, None),
     "training_step": lambda: takes(TRAINER.training_step, ANY, ANY, {}, None),
     "_prepare_inputs": lambda: takes(TRAINER._prepare_inputs, ANY, {}),

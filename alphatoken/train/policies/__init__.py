@@ -8,7 +8,8 @@ it does what its paper does; in budget mode it ranks tokens and the trainer keep
 told, which makes methods comparable.
 
 In ``builtin`` are the trainers' own (top, random, bottom and all, ``TRAINER_POLICIES``), every
-token, and every token after the validation rows. Another package gives its policies names by entry
+token, and every token after the validation rows; ``validation_mix`` has validation rows in every
+step, ``walk_rows`` leaves out whole rows. Another package gives its policies names by entry
 points of the group ``alphatoken.policies``, as ``alphatoken-lab`` does for the methods that people
 compare with.
 
@@ -33,6 +34,8 @@ from alphatoken.errors import ConfigError
 from alphatoken.model.choice import ParameterChoice, read_layers
 from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies.builtin import DPO, RATIO_POLICIES, Standard, ValidationFirst
+from alphatoken.train.policies.validation_mix import ValidationMix
+from alphatoken.train.policies.walk_rows import WalkRows
 from alphatoken.train.policy import PolicySettings, TokenPolicy
 
 __all__ = [
@@ -65,6 +68,8 @@ STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
 _OWN: dict[str, type[TokenPolicy]] = {
     "standard": Standard,
     "validation-first": ValidationFirst,
+    "validation-mix": ValidationMix,
+    "walk-rows": WalkRows,
     "dpo": DPO,
 }
 
