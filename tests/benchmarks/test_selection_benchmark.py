@@ -22,7 +22,7 @@ from benchmarks.selection.rows import (
     write_little_dirt,
     write_rows,
 )
-from benchmarks.selection.store import digest_of, lines_of
+from benchmarks.selection.store import PLACES, digest_of, lines_of
 
 GRIDS = sorted((Path(__file__).parents[2] / "benchmarks" / "selection").glob("*.yaml"))
 
@@ -130,9 +130,12 @@ def test_a_grid_can_be_read_and_every_try_is_counted(grid: Path) -> None:
     assert set(tried.values()) == {len(values) for values in found.tune.values()}
 
 
-@pytest.mark.usefixtures("anywhere")
-def test_rivals_take_the_cells_that_long_runs_have_measured() -> None:
+def test_rivals_take_the_cells_that_long_runs_have_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By digests of all that they depend on: nothing of theirs is run again."""
+    for name in PLACES:
+        monkeypatch.setenv(name, f"/{name.lower()}")
     folder = GRIDS[0].parent
     cells = all_cells(read_grid(*parse(["--config", str(folder / "rivals.yaml")])))
     others = {cell.name: cell for cell in cells}

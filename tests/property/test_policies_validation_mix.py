@@ -207,7 +207,7 @@ def by_hand(
 EQUAL: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "one row": ({"rows": 1}, 1, {}),
     "two rows, two micro-batches": ({"rows": 2}, 1, {"gradient_accumulation_steps": 2}),
-    "flattened": ({"rows": 3}, 3, {"padding_free": True}),
+    "flattened": ({"rows": 3}, 3, {"padding_free": True, "max_length": None}),
     "adapters": ({"rows": 1}, 1, {"peft": True}),
 }
 """Options of the policy, added rows of a micro-batch, and options of both trainers."""

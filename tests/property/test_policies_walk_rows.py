@@ -16,8 +16,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from trl import SFTTrainer
 
+from alphatoken import Scorer
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.oracle import run as oracle
+from alphatoken.support.storage import write_tensors
 from alphatoken.train import AlphaSFTTrainer
 from alphatoken.train.policies import policy, walk_rows
 from alphatoken.train.policies.walk_rows import WalkRows
@@ -156,13 +158,13 @@ def test_a_budget_is_one_of_tokens() -> None:
 def counted_scores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each batch that is valued from now on."""
     scored: list[int] = []
-    score = walk_rows.Scorer.score
+    score = Scorer.score
 
     def counting(self: Any, batch: Any, **more: Any) -> Any:
         scored.append(len(batch["labels"]))
         return score(self, batch, **more)
 
-    monkeypatch.setattr(walk_rows.Scorer, "score", counting)
+    monkeypatch.setattr(Scorer, "score", counting)
     return scored
 
 
@@ -199,7 +201,7 @@ def test_a_killed_pass_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     rows, held = rows_of([3, 1, 4, 2, 2], 0), rows_of([2, 3], 1)
     with quiet():
         whole = WalkRows(walk_steps=2).row_values(stage(tmp_path / "whole", rows, held))
-        write, written = walk_rows.write_tensors, list[Path]()
+        write, written = write_tensors, list[Path]()
 
         def killed(path: Path, *args: Any) -> None:
             if len(written) == 2:
