@@ -247,7 +247,7 @@ METHODS = (
     row("loss-truncation-of-the-likely", TRUNCATION,
         "the tokens of lowest loss are left out",
         ("methods.loss_truncation.LossTruncation.scores",
-         "        return batch.log_probs", "        return -batch.log_probs")),
+         "return batch.log_probs", "return -batch.log_probs")),
     row("loss-truncation-keeps-what-it-drops", TRUNCATION,
         "the share that is left out is the share that is kept",
         ("methods.loss_truncation.LossTruncation.__init__", "= 1 - drop", "= drop")),

@@ -82,6 +82,7 @@ def test_each_validation_row_comes_once_an_epoch(drawn: tuple[int, int, int], st
 
 
 def test_another_seed_is_another_order() -> None:
+    """Proves: validation rows are drawn by the seed (exact), against orders of other seeds."""
     of = made_rows([1] * 12)
     orders = {
         tuple(row["input_ids"][0] for s in range(12) for row in made.step_rows(s))
@@ -125,7 +126,10 @@ def test_the_control_has_as_many_response_tokens(
 
 
 def test_the_control_draws_documents_of_packed_rows() -> None:
-    """One document, and not what stands before it in its row."""
+    """One document, and not what stands before it in its row.
+
+    Proves: the control of equal tokens (exact), against the documents of a row.
+    """
     one, two = made_rows([3, 4])
     packed = {name: [*one[name], *two[name]] for name in one} | {"seq_lengths": [5, 6]}
     made = prepared_policy(made_rows([2], 100), [packed], draw_from="training")
@@ -309,7 +313,7 @@ def a_step_is_the_plain_loops(folder: Path, case: str) -> None:
 def test_a_step_is_the_plain_loops(tmp_path: Path, case: str) -> None:
     """Where micro-batches have unequal numbers of rows, and where rows are packed.
 
-    Proves: validation rows in every step (exact up to float32), against a plain loop row by row.
+    Proves: validation rows in every step (exact), against a plain loop row by row.
     """
     a_step_is_the_plain_loops(tmp_path, case)
 
