@@ -111,9 +111,10 @@ def _refused_rows(arguments: Arguments) -> Iterator[ConfigError]:
             remedy="--validation_file FILE, of a few clean rows of the target",
         )
     clean_first = args.policy == "validation-first"
-    if clean_first and data.validation_file is None:
+    if args.policy in ("validation-first", "validation-mix") and data.validation_file is None:
+        place = "first" if clean_first else "in every step"
         yield ConfigError(
-            "policy 'validation-first' trains on a few clean rows of the target first",
+            f"policy '{args.policy}' trains on a few clean rows of the target {place}",
             got="no --validation_file",
             why="rows drawn from the training rows are no cleaner than those",
             remedy="--validation_file FILE",
