@@ -335,7 +335,7 @@ class AlphaTrainerMixin(TrainerInterface):
         return result
 
     def get_train_dataloader(self) -> Any:
-        """The trainer's own loader; with weights of rows, or not collated yet, for such policies."""
+        """The trainer's own; with weights of rows, or not collated yet, for policies that ask."""
         with ExitStack() as stack:
             if self.row_weights != "refused":
                 stack.enter_context(weights_in_batches(self, *self.weights_collator()))
