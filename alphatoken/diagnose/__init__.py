@@ -1,7 +1,8 @@
-"""Diagnostics: how far values can be trusted on the user's own model.
+"""Diagnostics: the user's own rows before training, and how far values can be trusted.
 
 **The diagnostics** (``alphatoken diagnose NAME``; ``DIAGNOSTICS`` lists them): one file each.
 
+- ``data``: whether the rows differ from the rows that are trusted.
 - ``estimators``: every estimator against exact values, at its price. ``utility``: predicted against
   actual change of the loss after one step (eq. local_utility_def). ``value_propagation``: how much
   of the flow between tokens Value-Propagation sees (eq. app_value_path_bound).
@@ -59,12 +60,18 @@ class Entry:
         question: what it answers.
         needs_retention: True if it cannot do without rows of what must not be forgotten.
         needs_sklearn: True if it cannot do without scikit-learn.
+        needs_trusted: True if it cannot do without validation rows of their own file.
+        rounds: whether it reads less where a budget stops before.
+        estimator: what it values by where none is named; "" for the default of all.
     """
 
     name: str
     question: str
     needs_retention: bool = False
     needs_sklearn: bool = False
+    needs_trusted: bool = False
+    rounds: bool = True
+    estimator: str = ""
 
     def load(self) -> ModuleType:
         """Import its module, which has ``Options`` and ``diagnose(subject, options=None)``."""
@@ -73,6 +80,13 @@ class Entry:
 
 
 DIAGNOSTICS = (
+    Entry(
+        "data",
+        "Do my rows look like the rows that I trust?",
+        needs_trusted=True,
+        rounds=False,
+        estimator="walk",
+    ),
     Entry(
         "estimators",
         "Which estimator ranks my tokens as their true first-order utility does, at which cost?",
