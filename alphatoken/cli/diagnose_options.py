@@ -280,8 +280,8 @@ def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
         f"diagnose {name}", description=_description(name), epilog=_ROWS, allow_abbrev=False
     )
     add_options(parser, DiagnoseOptions)
-    if name != ALL and (estimator := find(name).estimator):
-        _set_default(parser, "estimator", estimator)
+    for changed, value in find(name).defaults.items() if name != ALL else ():
+        _set_default(parser, changed, value)
     if options is None:
         return parser
     own = parser.add_argument_group(f"options of {name}")
@@ -294,10 +294,13 @@ def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _set_default(parser: argparse.ArgumentParser, name: str, value: str) -> None:
+def _set_default(parser: argparse.ArgumentParser, name: str, value: Any) -> None:
     """Give the option another default than its field has; its help says so."""
     (action,) = (action for action in parser._actions if action.dest == name)
-    action.help = str(action.help).replace(f"(default {action.default})", f"(default {value})")
+    text, former = str(action.help), f"(default {action.default})"
+    action.help = text.replace(former, f"(default {value})")
+    if former not in text:
+        action.help = f"{text} (here {value})"
     action.default = value
 
 

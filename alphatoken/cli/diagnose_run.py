@@ -100,6 +100,8 @@ def run(words: Sequence[str]) -> int:
         subject, settings, notes = prepare(options)
         for note in () if options.quiet else notes:
             print(f"note: {note}", file=sys.stderr)
+        if len(entries) == 1 and (check := getattr(entries[0].load(), "require_rows", None)):
+            check(subject)  # before anything is written
         if options.overwrite_output:
             _remove_earlier(out)
         command = shlex.join(["alphatoken", "diagnose", *words])

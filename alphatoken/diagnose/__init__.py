@@ -25,9 +25,11 @@ otherwise only tests and benchmarks may; no trainer. **Tests**: planted cases wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from alphatoken.errors import ConfigError
 from alphatoken.support.options import check_options
@@ -62,7 +64,7 @@ class Entry:
         needs_sklearn: True if it cannot do without scikit-learn.
         needs_trusted: True if it cannot do without validation rows of their own file.
         rounds: whether it reads less where a budget stops before.
-        estimator: what it values by where none is named; "" for the default of all.
+        defaults: shared options -> its own defaults of them, by the names of their flags.
     """
 
     name: str
@@ -71,7 +73,7 @@ class Entry:
     needs_sklearn: bool = False
     needs_trusted: bool = False
     rounds: bool = True
-    estimator: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> ModuleType:
         """Import its module, which has ``Options`` and ``diagnose(subject, options=None)``."""
@@ -85,7 +87,7 @@ DIAGNOSTICS = (
         "Do my rows look like the rows that I trust?",
         needs_trusted=True,
         rounds=False,
-        estimator="walk",
+        defaults={"estimator": "walk", "fisher_prompts": 0},  # it fits no Fisher
     ),
     Entry(
         "estimators",

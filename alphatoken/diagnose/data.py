@@ -126,15 +126,25 @@ def halves(rows: Sequence[Example], seed: int) -> tuple[list[Example], list[Exam
     )
 
 
+def require_rows(subject: Subject) -> None:
+    """Check that there are rows to judge, and trusted ones to compare them with.
+
+    Raises:
+        DataError: fewer than 8 of either.
+    """
+    _groups(subject)
+
+
 def _groups(subject: Subject) -> tuple[list[Example], dict[str, list[Example]], list[str]]:
     """Rows of the walk, rows to compare by group, and what was left out."""
     train, trusted = (
-        [row for row in rows if row.response_tokens]
-        for rows in (subject.train, subject.validation)
+        [row for row in rows if row.response_tokens] for rows in (subject.train, subject.validation)
     )
     # A row on both sides would be compared with itself, and one that was walked on with the walk.
-    distinct = {tuple(row.input_ids): row for row in reversed(trusted)}
-    kept = [row for row in trusted if distinct[tuple(row.input_ids)] is row]
+    distinct: dict[tuple[int, ...], Example] = {}
+    for row in trusted:
+        distinct.setdefault(tuple(row.input_ids), row)
+    kept = list(distinct.values())
     judged = [row for row in train if tuple(row.input_ids) not in distinct]
     if len(kept) < FEWEST_TRUSTED:
         raise DataError(
@@ -328,8 +338,8 @@ def _tests_table(records: Records, tests: Mapping[str, Comparison]) -> Table:
         "Your rows beside the trusted ones",
         rows,
         "Means over rows, in nats a token. Permutation tests, two-sided, over arrangements of the "
-        "rows into two groups: all that there are, or so many that were drawn. The verdict takes the smaller p "
-        "times two. Intervals (Welch, 95 %) say how large a difference may be.",
+        "rows into two groups: all that there are, or so many that were drawn. The verdict takes "
+        "the smaller p times two. Intervals (Welch, 95 %) say how large a difference may be.",
     )
 
 
@@ -407,9 +417,10 @@ def _row_figures(
             at = np.flatnonzero(scored[place].response).tolist()
             tokens = [texts[position] for position in at]
             key, title = f"data-{end}-{number}", f"{example.row.place} ({end} {number})"
-            columns = {"position": at, "token": tokens, "value": value.tolist()}
-            columns |= {"loss": loss.tolist()}
-            table = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values())]
+            columns: dict[str, list[Any]] = {"position": at, "token": tokens}
+            columns |= {"value": value.tolist(), "loss": loss.tolist()}
+            cells = zip(*columns.values(), strict=True)
+            table = [dict(zip(columns, own, strict=True)) for own in cells]
             yield heatmap_figure(
                 title,
                 "".join(texts[: at[0]]),

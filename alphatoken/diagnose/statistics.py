@@ -273,7 +273,8 @@ def difference_of_means(
     """Difference of the means of two groups with Welch's interval (95 %); ``count``: all rows.
 
         d  =  mean(x) - mean(y),    v_x = s_x^2 / n,    v_y = s_y^2 / m
-        d  +-  t_{0.975, f} sqrt(v_x + v_y),      f = (v_x + v_y)^2 / (v_x^2 / (n-1) + v_y^2 / (m-1))
+        d  +-  t_{0.975, f} sqrt(v_x + v_y)
+        f  =  (v_x + v_y)^2 / (v_x^2 / (n - 1) + v_y^2 / (m - 1))
 
     Not defined where a group has fewer than two rows.
 

@@ -104,8 +104,8 @@ class ScoredExample:
         labels: their labels, -100 where nothing is learned.
         kept: (t,) boolean, True where the selection keeps the token.
         values: component key -> (t,) values; components that the estimator does not split off
-            are left out. Of a run with queries also ``query_key`` -> values against that query; of a
-            walk also ``LOSS`` -> the losses before it.
+            are left out. Of a run with queries also ``query_key`` -> values against that query;
+            of a walk also ``LOSS`` -> the losses before it.
         visits: of a training run, whose values are added up over them; None of any other.
         derivative: of label values, how they were differentiated, as in ``TokenValues``.
         error: of differences, the estimated relative error (norm over a batch of rows), as the

@@ -116,9 +116,10 @@ def test_the_next_command_names_model_and_rows_as_they_were_named(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And what decides how rows are read; on the console and on the page."""
-    rows = [{"q": one["prompt"], "a": "seven"} for one in exchanges(24, seed=9)]
+    rows = [{"q": one["prompt"], "a": "add add add add add"} for one in exchanges(24, seed=9)]
     file = jsonl(tmp_path / "other rows.jsonl", rows)
     columns = {"prompt_column": "q", "response_column": "a"}
+    columns |= {"walk_learning_rate": "0.03"}
     assert world.diagnose(tmp_path / "out", train=file, **columns) == 0
     words = ["--model_name_or_path", str(world.folder / "model"), "--train_file", str(file)]
     words += ["--validation_file", str(world.folder / "validation.jsonl")]
@@ -235,7 +236,10 @@ def test_what_was_left_out_is_said(
 
 
 def test_of_all_diagnoses_it_is_left_out_without_trusted_rows(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    world: World,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Which a note says before, and the page; the others run."""
     from alphatoken.cli import diagnose_options, diagnose_run
@@ -282,9 +286,7 @@ def test_spoilt_chats_stand_last_and_are_told_from_trusted_ones(
         })  # fmt: skip
         assert main(["diagnose", "data", *words_of, "--quiet"]) == 0
         found = Diagnosis.load(tmp_path / name / "data")
-        p_values[name] = {
-            one["measure"]: one["p"] for one in found.table("data-tests").records()
-        }
+        p_values[name] = {one["measure"]: one["p"] for one in found.table("data-tests").records()}
     order = sorted(records(tmp_path / "mixed", JUDGED), key=lambda one: one["value"])
     assert {one["row"] for one in order[:14]} == set(range(30, 44))
     assert "Your rows differ" in Diagnosis.load(tmp_path / "mixed" / "data").conclusion
