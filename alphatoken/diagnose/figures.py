@@ -292,7 +292,7 @@ def edges_of(values: Numbers) -> Numbers:
 def _draw_histogram(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
     """Shares, not counts, since series differ in their number of rows."""
     whole = [one[figure.x] for one in figure.table.records() if one[figure.x] is not None]
-    edges = edges_of(np.array(whole, dtype=float))
+    edges = edges_of(np.array(whole, dtype=float)).tolist()
     for label, look, own in _series(figure, records):
         values = [float(record[figure.x]) for record in own]
         style: dict[str, Any] = {"edgecolor": COLOURS[look], "linestyle": DASHES[look]}

@@ -15,6 +15,7 @@ from alphatoken.cli import main
 from alphatoken.diagnose import data
 from alphatoken.diagnose.data import JUDGED, TRUSTED
 from alphatoken.diagnose.diagnosis import Diagnosis
+from alphatoken.score.run import score_rows
 from alphatoken.score.values import ScoredExample, read_values
 from tests.integration.browser import opened
 from tests.integration.small_world import exchanges, flags, saved_model, write_rows
@@ -154,7 +155,7 @@ def test_a_stopped_diagnosis_keeps_its_parts_and_ends_in_the_same_bits(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(data, "_PART", 8)
     assert world.diagnose(tmp_path / "whole") == 0
-    parts, real = 0, data.score_rows
+    parts, real = 0, score_rows
 
     def interrupted(*arguments: Any, **named: Any) -> Any:
         nonlocal parts
