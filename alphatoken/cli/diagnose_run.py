@@ -290,10 +290,15 @@ class _Folder:
         shown = [entry for entry in DIAGNOSTICS if entry.name in self.diagnostics]
         finished = [one.name for one in shown if Diagnosis.finished(self.path / one.name)]
         done = {name: Diagnosis.load(self.path / name) for name in finished}
-        title = shown[0].question if len(shown) == 1 else "How far to trust the values:"
+        title, lead = (
+            "How far to trust the values:",
+            f"{len(done)} of {len(shown)} diagnoses. {LEAD}",
+        )
+        if len(shown) == 1:
+            title, lead = shown[0].question, shown[0].lead or lead
         page = render_page(
             f"{title} {'/'.join(model.parts[-2:])}",
-            f"{len(done)} of {len(shown)} diagnoses. {LEAD}",
+            lead,
             [
                 section_of(
                     entry.name,

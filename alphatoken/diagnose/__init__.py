@@ -64,6 +64,7 @@ class Entry:
         needs_sklearn: True if it cannot do without scikit-learn.
         needs_trusted: True if it cannot do without validation rows of their own file.
         rounds: whether it reads less where a budget stops before.
+        lead: sentences at the top of a page that shows it alone; "" for those of all.
         defaults: shared options -> its own defaults of them, by the names of their flags.
     """
 
@@ -73,6 +74,7 @@ class Entry:
     needs_sklearn: bool = False
     needs_trusted: bool = False
     rounds: bool = True
+    lead: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> ModuleType:
@@ -87,6 +89,7 @@ DIAGNOSTICS = (
         "Do my rows look like the rows that I trust?",
         needs_trusted=True,
         rounds=False,
+        lead="Answered before any training. A number in brackets is a 95\u00a0% interval over rows.",
         defaults={"estimator": "walk", "fisher_prompts": 0},  # it fits no Fisher
     ),
     Entry(

@@ -109,7 +109,7 @@ def test_a_histogram_has_one_set_of_bins_and_shares_that_add_up(
     edges = figures.edges_of(np.array([0.0, 1.0, 1.0, 4.0, 9.0]))
     assert (edges[0], edges[-1], len(edges)) == (0.0, 9.0, 9)
     outlines = [patch.get_path().vertices for patch in axes.patches]  # type: ignore[attr-defined]
-    assert [float(points[:, 1].max()) for points in outlines] == [0.5, 1.0]
+    assert [float(points[:, 1].max()) for points in outlines] == [0.75, 1.0]
     assert all({*points[:, 0]} <= {*edges} for points in outlines)
     assert axes.get_legend_handles_labels()[1] == ["a", "b"]
 
