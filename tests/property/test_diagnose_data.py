@@ -102,7 +102,10 @@ def split_test(values: Values, chosen: tuple[int, ...], **options: Any) -> Permu
 
 
 def test_drawn_arrangements_are_valid_at_each_level_and_near_the_exact_p_value() -> None:
-    """Fixed draws: 126 assignments of nine numbers, ten seeds each, 39 arrangements drawn."""
+    """Fixed draws: 126 assignments of nine numbers, ten seeds each, 39 arrangements drawn.
+
+    Proves: P(p <= a) <= a of drawn arrangements (exact), against every assignment, by counts.
+    """
     values, draws = [0, 1, 1, 2, 3, 5, 8, 13, 21], 39
     chosen = list(combinations(range(9), 4))
     drawn = [
@@ -158,6 +161,7 @@ def test_rows_that_cannot_be_compared_are_refused() -> None:
 @example([1, 1], [1, 2, 5])
 @budget(2.0)
 def test_the_interval_of_a_difference_is_welchs(judged: Values, reference: Values) -> None:
+    """Proves: Welch's interval of a difference of means (approximate), against scipy."""
     result = difference_of_means(judged, reference)
     assert result.value == pytest.approx(np.mean(judged) - np.mean(reference), abs=1e-12)
     assert result.count == len(judged) + len(reference)
@@ -176,7 +180,10 @@ def test_one_row_has_no_interval() -> None:
 
 
 def test_two_tests_are_valid_together() -> None:
-    """The smaller p-value counts twice, whichever it is."""
+    """The smaller p-value counts twice, whichever it is.
+
+    Proves: Bonferroni's p-value of two tests (exact), against two that never meet.
+    """
 
     def both(*p_values: float) -> float:
         tests = [
@@ -209,7 +216,10 @@ def test_halves_share_nothing_and_keep_the_order(count: int, seed: int) -> None:
 
 
 def test_halves_are_drawn_by_the_seed() -> None:
-    """Each row is about as often in the half that is walked on as in the other."""
+    """Each row is about as often in the half that is walked on as in the other.
+
+    Proves: halves of the trusted rows are drawn (exact), against counts over seeds.
+    """
     rows = drawn_rows([(2, 3)] * 9)
     often = Counter(row.row.index for seed in range(400) for row in halves(rows, seed)[0])
     share = 4 / 9
@@ -295,7 +305,10 @@ def test_tables_hold_the_tests_and_both_ends() -> None:
 
 
 def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
-    """Rows of other tokens differ; rows of one draw do not."""
+    """Rows of other tokens differ; rows of one draw do not.
+
+    Proves: the verdict on rows (exact), against rows of one draw and of two.
+    """
     words = "--model_name_or_path M --train_file R --validation_file T"
     alike = drawn_rows([(2, 5)] * 30, seed=3)
     found = data.diagnose(subject(train=alike[:18], validation=alike[18:], words=words))
@@ -315,6 +328,7 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
 
 
 def test_rows_on_both_sides_and_rows_without_a_response_are_left_out_and_counted() -> None:
+    """Proves: rows that are trusted are not judged (exact), against the rows without them."""
     silent = Example(TRAIN[0].row, [3, 4, 5], [-100] * 3)
     train = [*TRAIN, *TRUSTED_ROWS[:2], silent]
     found = data.diagnose(subject(train=train, validation=[*TRUSTED_ROWS, TRUSTED_ROWS[3]]))
