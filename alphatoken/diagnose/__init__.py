@@ -89,7 +89,7 @@ DIAGNOSTICS = (
         "Do my rows look like the rows that I trust?",
         needs_trusted=True,
         rounds=False,
-        lead="Answered before any training. A number in brackets is a 95\u00a0% interval over rows.",
+        lead="Answered before any training. A number in brackets is a 95 % interval over rows.",
         defaults={"estimator": "walk", "fisher_prompts": 0},  # it fits no Fisher
     ),
     Entry(

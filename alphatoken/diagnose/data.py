@@ -53,6 +53,9 @@ FEWEST_TRUSTED = 8
 JUDGED, TRUSTED = "your rows", "trusted rows"
 """The two groups of rows, as tables and figures name them."""
 
+ALIKE, UNCLEAR, DIFFERENT = "alike", "unclear", "different"
+"""What the tests come to."""
+
 MEASURES = {"value": "mean walk value", "loss": "mean loss"}
 """Column of a row -> what it is, in nats; each is tested."""
 
@@ -88,7 +91,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     scored = {name: _scored(subject, scorer, name, rows) for name, rows in groups.items()}
     records = {name: [_record(name, one) for one in own] for name, own in scored.items()}
     tests = {name: compare(records, name, subject.seed) for name in MEASURES}
-    differ = together(tests) <= LEVEL
+    race = f"alphatoken race {subject.words}" if subject.words else ""
     every = Table.of("data-rows", "Each row", [one for own in records.values() for one in own])
     ends = _ends(records[JUDGED], options.ends)
     return conclude(
@@ -109,7 +112,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "walk_learning_rate": config.walk_learning_rate,
             "level": LEVEL,
         },
-        next_command=f"alphatoken race {subject.words}" if differ and subject.words else "",
+        next_command=race if verdict(tests) != ALIKE else "",
     )
 
 
@@ -279,6 +282,17 @@ def together(tests: Mapping[str, Comparison]) -> float:
     return min(1.0, len(tests) * min(one.test.p_value for one in tests.values()))
 
 
+def verdict(tests: Mapping[str, Comparison]) -> str:
+    """DIFFERENT by the tests; else UNCLEAR if an interval of a difference leaves 0 out, or ALIKE.
+
+    Few trusted rows cannot lead to a small p-value, however far off a part of the rows is.
+    """
+    if together(tests) <= LEVEL:
+        return DIFFERENT
+    apart = [one for one in tests.values() if one.difference.low > 0 or one.difference.high < 0]
+    return UNCLEAR if apart else ALIKE
+
+
 def unseen_share(reference: int, level: float) -> float:
     """Share of rows of another kind up to which a test at this level may miss them.
 
@@ -297,19 +311,27 @@ def unseen_share(reference: int, level: float) -> float:
 
 
 def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
-    p = together(tests)
+    p, answer = together(tests), verdict(tests)
     value, loss = (format(tests[name].difference, "+.3f") for name in MEASURES)
     sizes = (
         f"Their mean walk value less that of {reference} trusted rows is {value} nats a token, "
         f"their mean loss {loss}."
     )
-    if p <= LEVEL:
+    share = unseen_share(reference, LEVEL / len(tests))
+    if answer == DIFFERENT:
         return (
             f"Your rows differ from the trusted ones (p = {p:.2g}): `alphatoken race` measures "
             f"whether selecting pays. {sizes} Rows of another task or style differ as rows with "
             "wrong words do: look at the rows of lowest value."
         )
-    ends, share = tests["value"].difference, unseen_share(reference, LEVEL / len(tests))
+    if answer == UNCLEAR:
+        return (
+            f"Your rows may differ from the trusted ones, which are too few to tell (p = {p:.2g}): "
+            f"`alphatoken race` measures whether selecting pays. {sizes} {reference} trusted rows "
+            f"cannot tell whether about {share:.0%} of yours are of another kind: look at the rows "
+            "of lowest value, and give more trusted rows (--validation_file)."
+        )
+    ends = tests["value"].difference
     return (
         f"Your rows look like the trusted ones (p = {p:.2g}): train on everything. {sizes} "
         f"{reference} trusted rows cannot rule out that all differ by "

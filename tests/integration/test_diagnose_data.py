@@ -266,29 +266,29 @@ def test_of_all_diagnoses_it_is_left_out_without_trusted_rows(
 @pytest.mark.slow
 @pytest.mark.smollm2
 @pytest.mark.timeout(1800)
-def test_spoilt_chats_stand_last_and_are_told_from_trusted_ones(
-    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_spoilt_chats_stand_at_one_end_and_are_told_from_trusted_ones(
+    smollm2: Path, tmp_path: Path
 ) -> None:
-    """44 chats: 30 clean, 11 with 30 % wrong words, 3 with another row's answer; 16 trusted."""
-    rows = chats(74, seed=1)
-    clean, words, foreign, trusted, more = (
-        rows[:30], rows[30:41], rows[41:44], rows[44:60], rows[60:],
-    )  # fmt: skip
-    spoilt = [*with_wrong_words(words), *with_foreign_answers(foreign)]
-    files = {
-        "trusted": trusted, "mixed": [*clean, *spoilt], "clean": [*clean, *more],
-    }  # fmt: skip
-    paths = {name: jsonl(tmp_path / f"{name}.jsonl", own) for name, own in files.items()}
-    p_values = {}
-    for name in ("mixed", "clean"):
-        words_of = flags({
-            "model": smollm2, "train": paths[name], "validation": paths["trusted"],
-            "out": tmp_path / name, "batch_size": 4,
-        })  # fmt: skip
-        assert main(["diagnose", "data", *words_of, "--quiet"]) == 0
-        found = Diagnosis.load(tmp_path / name / "data")
-        p_values[name] = {one["measure"]: one["p"] for one in found.table("data-tests").records()}
-    order = sorted(records(tmp_path / "mixed", JUDGED), key=lambda one: one["value"])
-    assert {one["row"] for one in order[:14]} == set(range(30, 44))
-    assert "Your rows differ" in Diagnosis.load(tmp_path / "mixed" / "data").conclusion
-    assert "train on everything" in Diagnosis.load(tmp_path / "clean" / "data").conclusion
+    """44 chats: 30 clean, 11 with 30 % wrong words, 3 with another row's answer; 32 trusted."""
+    rows = chats(76, seed=1)
+    clean, words, foreign, trusted = rows[:30], rows[30:41], rows[41:44], rows[44:]
+    mixed = [*clean, *with_wrong_words(words), *with_foreign_answers(foreign)]
+    options = flags({
+        "model": smollm2, "train": jsonl(tmp_path / "mixed.jsonl", mixed), "batch_size": 4,
+        "validation": jsonl(tmp_path / "trusted.jsonl", trusted), "out": tmp_path / "out",
+    })  # fmt: skip
+    assert main(["diagnose", "data", *options, "--quiet"]) == 0
+    found = Diagnosis.load(tmp_path / "out" / "data")
+    assert found.conclusion.startswith("Your rows differ from the trusted ones (p = ")
+    own = records(tmp_path / "out", JUDGED)
+    # The rows with wrong words are the lowest. Answers to other questions of one kind are harder to
+    # tell: by their values they are among the next, and by their losses they follow at once.
+    order = sorted(own, key=lambda one: one["value"])
+    assert {one["row"] for one in order[:11]} == set(range(30, 41))
+    assert {one["row"] for one in order[:20]} >= set(range(41, 44))
+    by_loss = sorted(own, key=lambda one: -one["loss"])
+    assert {one["row"] for one in by_loss[:14]} == set(range(30, 44))
+    # Without the spoilt rows nothing differs.
+    alike = {JUDGED: own[:30], TRUSTED: records(tmp_path / "out", TRUSTED)}
+    tests = {name: data.compare(alike, name, seed=0) for name in data.MEASURES}
+    assert data.together(tests) > data.LEVEL

@@ -213,6 +213,7 @@ LEFT_OUT = claim(
     verdicts.test_rows_on_both_sides_and_rows_without_a_response_are_left_out_and_counted,
     examples=1,
 )
+UNCLEAR = claim(verdicts.test_too_few_trusted_rows_to_tell_is_an_answer_too, examples=1)
 VERDICT = claim(
     verdicts.test_the_verdict_follows_the_p_value_and_names_the_next_command, examples=1
 )
@@ -256,5 +257,8 @@ VERDICTS = (
         ("diagnose.data._groups", "not in distinct]", "not in {}]")),
     row("verdict-turned", VERDICT,
         "rows that differ are said to look alike",
-        ("diagnose.data._conclusion", "p <= LEVEL", "p > LEVEL")),
+        ("diagnose.data.verdict", "together(tests) <= LEVEL", "together(tests) > LEVEL")),
+    row("interval-that-leaves-0-out-not-read", UNCLEAR,
+        "rows are said to look alike where the trusted ones are too few to tell",
+        ("diagnose.data.verdict", "return UNCLEAR if apart else ALIKE", "return ALIKE")),
 )  # fmt: skip

@@ -310,7 +310,7 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     Proves: the verdict on rows (exact), against rows of one draw and of two.
     """
     words = "--model_name_or_path M --train_file R --validation_file T"
-    alike = drawn_rows([(2, 5)] * 30, seed=3)
+    alike = drawn_rows([(2, 5)] * 30, seed=4)
     found = data.diagnose(subject(train=alike[:18], validation=alike[18:], words=words))
     assert found.conclusion.startswith("Your rows look like the trusted ones (p = ")
     assert "train on everything" in found.conclusion
@@ -325,6 +325,31 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     assert found.next_command == f"alphatoken race {words}"
     # In Python nobody has named any files.
     assert data.diagnose(subject(train=alike[8:28], validation=other)).next_command == ""
+
+
+def test_too_few_trusted_rows_to_tell_is_an_answer_too() -> None:
+    """A third of the rows far off, and four trusted rows: no arrangement test can be sure.
+
+    Proves: verdict of too few trusted rows (exact), against planted rows.
+    """
+
+    def records(*losses: float) -> list[dict[str, float]]:
+        return [{"value": -loss, "loss": loss} for loss in losses]
+
+    clean = [1.0, 1.1, 1.2, 0.9, 1.05, 1.15, 0.95, 1.0]
+    spoilt = [3.0, 3.1, 3.3, 2.9]
+    for own, trusted, answer in (
+        ([*clean, *spoilt], clean[:4], data.UNCLEAR),
+        ([*clean, *spoilt], [*clean, *clean], data.DIFFERENT),
+        (clean, clean[:4], data.ALIKE),
+    ):
+        groups = {JUDGED: records(*own), TRUSTED: records(*trusted)}
+        tests = {name: data.compare(groups, name, seed=0) for name in data.MEASURES}
+        assert data.verdict(tests) == answer
+        said = data._conclusion(tests, len(trusted))
+        assert ("`alphatoken race`" in said) == (answer != data.ALIKE)
+        assert ("too few to tell" in said) == (answer == data.UNCLEAR)
+        assert ("train on everything" in said) == (answer == data.ALIKE)
 
 
 def test_rows_on_both_sides_and_rows_without_a_response_are_left_out_and_counted() -> None:
