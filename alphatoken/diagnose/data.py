@@ -294,13 +294,13 @@ def verdict(tests: Mapping[str, Comparison]) -> str:
 
 
 def unseen_share(reference: int, level: float) -> float:
-    """Share of rows of another kind up to which a test at this level may miss them.
+    """Share of rows of another kind up to which a test at this level misses them, at least.
 
         s  with  (1 - s)^m = level,      s = 1 - level^(1/m)
 
     ``(1 - s)^m`` is the chance that m rows drawn from exchangeable ones, a share s of them of
     another kind, hold none of these. However far off such rows are, the p-value of a permutation
-    test is about as large.
+    test is about as large, and larger where the means of the other rows are spread.
 
     >>> [round(unseen_share(m, 0.025), 2) for m in (4, 8, 16, 40)]
     [0.6, 0.37, 0.21, 0.09]
@@ -328,15 +328,15 @@ def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
         return (
             f"Your rows may differ from the trusted ones, which are too few to tell (p = {p:.2g}): "
             f"`alphatoken race` measures whether selecting pays. {sizes} {reference} trusted rows "
-            f"cannot tell whether about {share:.0%} of yours are of another kind: look at the rows "
+            f"miss rows of another kind up to a share of at least about {share:.0%}: look at the rows "
             "of lowest value, and give more trusted rows (--validation_file)."
         )
     ends = tests["value"].difference
     return (
         f"Your rows look like the trusted ones (p = {p:.2g}): train on everything. {sizes} "
         f"{reference} trusted rows cannot rule out that all differ by "
-        f"{max(abs(ends.low), abs(ends.high)):.2g} nats, or that about {share:.0%} are of another "
-        "kind."
+        f"{max(abs(ends.low), abs(ends.high)):.2g} nats, and would miss rows of another kind up to "
+        f"a share of at least about {share:.0%}."
     )
 
 

@@ -282,10 +282,10 @@ def test_spoilt_chats_stand_at_one_end_and_are_told_from_trusted_ones(
     assert found.conclusion.startswith("Your rows differ from the trusted ones (p = ")
     own = records(tmp_path / "out", JUDGED)
     # The rows with wrong words are the lowest. Answers to other questions of one kind are harder to
-    # tell: by their values they are among the next, and by their losses they follow at once.
+    # tell: by their values two of three are among the next, by their losses all three.
     order = sorted(own, key=lambda one: one["value"])
     assert {one["row"] for one in order[:11]} == set(range(30, 41))
-    assert {one["row"] for one in order[:20]} >= set(range(41, 44))
+    assert len({one["row"] for one in order[:14]} & {41, 42, 43}) >= 2
     by_loss = sorted(own, key=lambda one: -one["loss"])
     assert {one["row"] for one in by_loss[:14]} == set(range(30, 44))
     # Without the spoilt rows nothing differs.
