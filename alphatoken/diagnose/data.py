@@ -328,8 +328,8 @@ def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
         return (
             f"Your rows may differ from the trusted ones, which are too few to tell (p = {p:.2g}): "
             f"`alphatoken race` measures whether selecting pays. {sizes} {reference} trusted rows "
-            f"miss rows of another kind up to a share of at least about {share:.0%}: look at the rows "
-            "of lowest value, and give more trusted rows (--validation_file)."
+            f"miss rows of another kind up to a share of at least about {share:.0%}: look at the "
+            "rows of lowest value, and give more trusted rows (--validation_file)."
         )
     ends = tests["value"].difference
     return (
