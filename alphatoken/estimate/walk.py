@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -241,6 +242,8 @@ class Walk(Estimator[End]):
         if recording.token_weights is not None:
             values = values * recording.token_weights.to(values)
         whole = combine(undivided(values), None, mask=recording.batch.mask, estimator=WALK)
+        before = here.to(dtype).masked_fill(~recording.batch.mask, 0.0)
+        whole = replace(whole, losses=before)
         return whole if components else whole.total_alone()
 
     def _losses_at_end(self, end: End, batch: LabelledBatch) -> Float[Tensor, "b t"]:

@@ -42,6 +42,7 @@ ROOMS = {
         mutants_data.COLLECTED_PAIRS
     ),
     "Errors in the diagnostic that compares arithmetics": mutants_data.ARITHMETICS,
+    "Errors in the verdict on rows": mutants_data.VERDICTS,
 }
 """Those that nobody demanded, by room."""
 MUTANTS = (*LISTED, *(mutant for room in ROOMS.values() for mutant in room))
