@@ -22,7 +22,7 @@ from benchmarks.selection.rows import (
     write_little_dirt,
     write_rows,
 )
-from benchmarks.selection.store import PLACES, digest_of, lines_of
+from benchmarks.selection.store import PLACES
 
 GRIDS = sorted((Path(__file__).parents[2] / "benchmarks" / "selection").glob("*.yaml"))
 
@@ -130,22 +130,21 @@ def test_a_grid_can_be_read_and_every_try_is_counted(grid: Path) -> None:
     assert set(tried.values()) == {len(values) for values in found.tune.values()}
 
 
-def test_rivals_take_the_cells_that_long_runs_have_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By digests of all that they depend on: nothing of theirs is run again."""
+def test_rivals_are_trained_as_long_runs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells of one name have the same options, on a processor without an accelerator."""
     for name in PLACES:
         monkeypatch.setenv(name, f"/{name.lower()}")
-    folder = GRIDS[0].parent
-    cells = all_cells(read_grid(*parse(["--config", str(folder / "rivals.yaml")])))
-    others = {cell.name: cell for cell in cells}
-    known = {line["cell"] for line in lines_of(folder / "results" / "long.jsonl").values()}
-    digests = lines_of(folder / "results" / "long.jsonl").keys()
-    found = {c.name for c in cells if digest_of(c, others) in digests}
-    assert found == {cell.name for cell in cells} & known
-    assert {name.partition("/")[0] for name in found} == {
+    grids = (
+        read_grid(*parse(["--config", str(GRIDS[0].parent / f"{name}.yaml")]))
+        for name in ("rivals", "long")
+    )
+    rivals, long = ({c.name: dict(c.options) for c in all_cells(grid)} for grid in grids)
+    common = rivals.keys() & long.keys()
+    assert {name.partition("/")[0] for name in common} == {
         "words-120", "words-400", "clean-400", "responses-400", "mixed-400"
     }  # fmt: skip
+    for name in common:
+        assert rivals[name] == {**long[name], "use_cpu": True}, name
 
 
 @pytest.mark.usefixtures("anywhere")
