@@ -122,7 +122,7 @@ options, the command line overrides them."""
 _RACE = """\
 Short runs from one start, compared on trusted rows that none of them has seen; the winner trains
 to the end. Arms are policies with their options; without any, training on every token against the
-80 % of highest walk value. Options are those of `alphatoken sft`, with --dpo of `alphatoken dpo`."""
+80 % of highest walk value. Options are those of `alphatoken sft`; with --dpo, of `dpo`."""
 
 
 def help_text(command: str) -> str:

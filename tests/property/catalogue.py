@@ -8,6 +8,7 @@ from tests.property import (
     mutants_data,
     mutants_models,
     mutants_proofs,
+    mutants_race,
     mutants_train,
     mutants_values,
 )
@@ -28,6 +29,7 @@ ROOMS = {
     "Errors in what trainers promise beside their steps, and in what is refused": (
         mutants_train.RULES
     ),
+    "Errors in races of short runs": mutants_race.RACES,
     "Errors in label values by finite differences": mutants_values.VALUES_BY_DIFFERENCES,
     "Errors in influence directions": mutants_values.INFLUENCE,
     "Errors in values along a walk": mutants_values.WALKS,
