@@ -159,7 +159,7 @@ class _Command:
         from alphatoken.train.distributed import cache_folder
 
         arguments, args = self._by_arm[arm.name], self._arguments.training
-        if str(folder) != str(args.output_dir):
+        if folder != Path(args.output_dir):
             own: dict[str, Any] = {"output_dir": str(folder), "push_to_hub": False}
             for name, place in _CACHES.items():
                 own[name] = str(cache_folder(getattr(args, name), args.output_dir, place))

@@ -78,13 +78,13 @@ class Outcome:
     Attributes:
         differences: arm -> difference on the choosing rows, look by look.
         retention: the same on the retention rows; empty without them.
-        left: arm -> number of the look, from 0, at which it left.
+        left_at: arm -> number of the look, from 0, at which it left.
         winner: name; None as long as another look is due.
     """
 
     differences: list[dict[str, Difference]] = field(default_factory=list)
     retention: list[dict[str, Difference]] = field(default_factory=list)
-    left: dict[str, int] = field(default_factory=dict)
+    left_at: dict[str, int] = field(default_factory=dict)
     winner: str | None = None
 
 
@@ -206,18 +206,18 @@ def decide(
     count = max(1, looks * len(arms) * columns)
     outcome = Outcome()
     for index in range(len(choosing.looks)):
-        running = [name for name in arms if name not in outcome.left]
+        running = [name for name in arms if name not in outcome.left_at]
         differences = _differences(choosing, index, running, level, count)
         outcome.differences.append(differences)
         if retention is not None:
             outcome.retention.append(_differences(retention, index, running, level, count))
         for name in running:
             if name not in differences or differences[name].low > 0:
-                outcome.left[name] = index
-    over = len(choosing.looks) == looks or len(outcome.left) == len(arms)
+                outcome.left_at[name] = index
+    over = len(choosing.looks) == looks or len(outcome.left_at) == len(arms)
     if not over:
         return outcome
-    return Outcome(outcome.differences, outcome.retention, outcome.left, _winner(
+    return Outcome(outcome.differences, outcome.retention, outcome.left_at, _winner(
         outcome, looks, keep_retention
     ))  # fmt: skip
 
@@ -240,6 +240,6 @@ def _winner(outcome: Outcome, looks: int, keep_retention: bool) -> str:
     last = outcome.differences[-1]
     better = {name: one.value for name, one in last.items() if one.high < 0}
     if keep_retention and outcome.retention:
-        known = outcome.retention[-1]
-        better = {name: value for name, value in better.items() if known[name].low <= 0}
+        column = outcome.retention[-1]
+        better = {name: value for name, value in better.items() if column[name].low <= 0}
     return min(better, key=better.__getitem__, default=ALL)

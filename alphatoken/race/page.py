@@ -47,14 +47,14 @@ def verdict(result: RaceResult) -> str:
     how = f"all intervals of the race hold together with probability {together}"
     last = outcome.differences[-1]
     if outcome.winner is None:
-        return f"After the look at step {step} of {state.steps}: {_sides(outcome.left, last)}."
+        return f"After the look at step {step} of {state.steps}: {_sides(outcome.left_at, last)}."
     if outcome.winner != ALL:
         shown = _written(last[outcome.winner])
         return (
             f"'{outcome.winner}' wins: at step {step} of {state.steps} its loss on {rows} differs "
             f"from that of 'all' by {shown} nats a token, and {how}."
         )
-    sides = _sides(outcome.left, last)
+    sides = _sides(outcome.left_at, last)
     return (
         f"'all' wins: at step {step} of {state.steps} no arm is better on {rows} beyond its "
         f"interval ({sides}; {how})."
@@ -189,12 +189,12 @@ def _cost(result: RaceResult) -> Section:
     state, outcome, taken = result.state, result.outcome, steps_taken(result)
     fates = {}
     for name in taken:
-        left = outcome.left.get(name)
+        left = outcome.left_at.get(name)
         fates[name] = "runs" if left is None else f"left at step {state.looks[left]}"
         if outcome.winner is not None and left is None:
             fates[name] = "goes on" if name == outcome.winner else "lost"
-        if name in state.failed:
-            fates[name] = f"failed: {state.failed[name]}"
+        if name in state.failures:
+            fates[name] = f"failed: {state.failures[name]}"
     columns: list[Any] = [
         ("arm", "words", list(taken)),
         ("options", "words", [_plain(state.settings["arms"][name]) for name in taken]),

@@ -21,7 +21,7 @@ from alphatoken.race.runner import Race, RaceResult, refused_races
 from alphatoken.train.distributed import cache_folder
 from alphatoken.train.dpo import AlphaDPOTrainer
 from alphatoken.train.leaks import leaking_rows, warn_of_leaks
-from alphatoken.train.python_rows import plain_rows
+from alphatoken.train.python_rows import as_dataset, plain_rows
 from alphatoken.train.refusals import raise_first
 from alphatoken.train.sft import AlphaSFTTrainer
 from alphatoken.train.trainer import AlphaTrainer
@@ -72,11 +72,14 @@ def race(
     kind = _trainer_of(args)
     _check_arguments(model, arguments)
     raise_first(refused_races(args))
+    train_dataset = as_dataset(train_dataset, "training")
+    validation_dataset = as_dataset(validation_dataset, "validation")
     if choosing_dataset is None:
         validation_dataset, choosing_dataset = _split(
             validation_dataset, config.choosing_rows, args.value_seed
         )
     else:
+        choosing_dataset = as_dataset(choosing_dataset, "choosing")
         validation_dataset = _without_leaks(validation_dataset, choosing_dataset)
     text_field = getattr(args, "dataset_text_field", "text")
     warn_of_leaks(
@@ -95,7 +98,7 @@ def race(
         shown=lambda result: write_race_page(folder / PAGE, result),
     )
     result = run.run(resume=resume)
-    print(verdict(result), file=sys.stderr)
+    run.say(verdict(result))
     if config.stop_after_looks:
         return result
     trainer = run.winner(result)
@@ -123,7 +126,7 @@ def _check_arguments(model: Any, arguments: dict[str, Any]) -> None:
             why="each arm begins at the same weights, and an arm that trains moves them",
             remedy="its name or folder, or a function that makes it",
         )
-    for name in ("policy", "model", "args", "optimizers"):
+    for name in ("policy", "optimizers"):
         if arguments.get(name) is not None:
             raise ConfigError(
                 f"a race takes no {name} among the arguments of its trainers",
@@ -146,14 +149,14 @@ def _make(
 ) -> Any:
     """A new trainer of one arm."""
     own = dict(arm.options)
-    if str(folder) != str(args.output_dir):
+    if folder != Path(str(args.output_dir)):
         caches = {"policy_cache": "policies", "fisher_cache": "fisher"}
         for name, place in caches.items():  # as of the run in its own folder
             own[name] = str(cache_folder(getattr(args, name), args.output_dir, place))
         own |= {"output_dir": str(folder), "push_to_hub": False}
-    more = {**arguments, "peft_config": copy.deepcopy(arguments.get("peft_config"))}
-    if more["peft_config"] is None:
-        del more["peft_config"]
+    # Adapters' configurations and callbacks have state; nothing of one arm enters another.
+    apart = {"peft_config", "callbacks"} & arguments.keys()
+    more = arguments | {name: copy.deepcopy(arguments[name]) for name in apart}
     train = _train_rows(datasets["train_dataset"], arm)
     set_seed(args.seed)  # adapters are drawn where the model is handed over
     return kind(

@@ -58,14 +58,14 @@ class RaceState:
         tokens: column ("choosing", "retention") -> response tokens of each row; 1 for each pair;
             empty until an arm has been measured.
         losses: step of a look -> arm -> column -> loss of each row, nats a token.
-        failed: arm -> why its training ended before a look.
+        failures: arm -> why its training ended before a look.
         seconds: arm -> time that it took up to the last look.
     """
 
     settings: dict[str, Any]
     tokens: dict[str, list[float]] = field(default_factory=dict)
     losses: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -158,7 +158,7 @@ def refused_races(args: Any) -> Iterator[ConfigError]:
             )
 
 
-def measured(trainer: Any, rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+def row_losses(trainer: Any, rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
     """Loss of each row in nats a token, and its response tokens; of a pair its loss, and 1.
 
     In evaluation mode, one row a forward: no random number is drawn, and no row's loss depends on
@@ -221,7 +221,8 @@ class Race:
         assert self._state is not None
         return self._state
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Print a line in the first process."""
         if self._first_process:
             self._print(line)
 
@@ -241,7 +242,7 @@ class Race:
         complete, outcome = 0, self.state.outcome(0)
         while outcome.winner is None:
             for name in self.arms:
-                if name not in outcome.left:
+                if name not in outcome.left_at:
                     self._run_to(name, self.state.looks[complete])
             complete += 1
             outcome = self.state.outcome(complete)
@@ -258,7 +259,7 @@ class Race:
 
     def _begin(self, resume: bool) -> None:
         """Read the state, or make it of a first trainer; say what will be done."""
-        earlier = read_json(self.folder / STATE)
+        earlier = _read_state(self.folder / STATE)
         if earlier is not None and not resume:
             raise ConfigError(
                 "there is a race in the folder",
@@ -267,14 +268,14 @@ class Race:
                 remedy="--resume (resume=True) to go on with it, or another folder",
             )
         if earlier is not None:
-            self._state = RaceState(**{one.name: earlier[one.name] for one in fields(RaceState)})
+            self._state = earlier
             refuse_other_run(self.state.settings, self.state.settings | self._settings())
         else:
             self._refuse_checkpoints()
             self._first = self._trainer(self.arms[ALL], self._arm_folder(ALL))
             self._write()
         for line in self.plan():
-            self._say(line)
+            self.say(line)
 
     def _refuse_checkpoints(self) -> None:
         if earlier := checkpoints(self.folder):
@@ -321,7 +322,7 @@ class Race:
         if self._shown is not None:
             self._shown(RaceResult(outcome.winner or "", outcome, self.state))
         for name in self.arms:
-            lost = name in outcome.left or outcome.winner not in (None, name)
+            lost = name in outcome.left_at or outcome.winner not in (None, name)
             if lost and not self._config.keep_arms:
                 shutil.rmtree(self._arm_folder(name), ignore_errors=True)
 
@@ -332,30 +333,29 @@ class Race:
 
     def _run_to(self, name: str, step: int) -> None:
         """Train an arm to a look, unless it has been measured there."""
-        state = self.state
-        if name in state.losses.get(str(step), {}) or name in state.failed:
+        if name in self.state.losses.get(str(step), {}) or name in self.state.failures:
             return
-        self._say(f"{name}: to step {step} of {state.steps}")
+        self.say(f"{name}: to step {step} of {self.state.steps}")
         started = time.monotonic()
-        made, self._first = self._first, None
-        trainer, looks = made or self._trainer(self.arms[name], self._arm_folder(name))
-        looks.stop = step
+        first, self._first = self._first, None
+        trainer, looks = first or self._trainer(self.arms[name], self._arm_folder(name))
+        looks.stop, state = step, self.state
         try:
             trainer.train(resume_from_checkpoint="auto")
         except NumericalError as problem:
             if name == ALL or trainer.args.world_size > 1:
                 raise
-            state.failed[name] = " ".join(str(problem).split())
-            self._say(f"{name} leaves the race: {state.failed[name]}")
+            state.failures[name] = " ".join(str(problem).split())
+            self.say(f"{name} leaves the race: {state.failures[name]}")
         state.seconds[name] = state.seconds.get(name, 0.0) + time.monotonic() - started
-        if name not in state.losses.get(str(step), {}) and name not in state.failed:
+        if name not in state.losses.get(str(step), {}) and name not in state.failures:
             raise DataError(
                 f"the arm '{name}' ended before the look",
                 got=f"step {trainer.state.global_step}, the look is at step {step}",
                 why="a callback stopped it, or its rows ran out",
                 remedy="an earlier look, or no callback that ends a run",
             )
-        del trainer, looks, made
+        del trainer, looks, first
         _free_memory()
 
     def _trainer(self, arm: Arm, folder: Path) -> tuple[Any, _Looks]:
@@ -396,8 +396,8 @@ class Race:
     def _rows(self, trainer: Any) -> dict[str, list[dict[str, Any]]]:
         """Tokenised choosing and retention rows, those of the first trainer for all of them."""
         if self._prepared is None:
-            known = ("args", "processing_class", "model", "train_dataset")
-            arguments = {name: getattr(trainer, name) for name in known}
+            names = ("args", "processing_class", "model", "train_dataset")
+            arguments = {name: getattr(trainer, name) for name in names}
             arguments["data_collator"] = trainer.own_collator
             self._prepared = {
                 name: trainer.prepare_rows(trainer.read(own, name, arguments), name)
@@ -419,9 +419,11 @@ class Race:
         self, trainer: Any, arm: Arm, rows: Mapping[str, list[dict[str, Any]]], step: int
     ) -> None:
         """Measure an arm at a look, and write it down."""
-        trainer.paused = True  # it ends no run: its values are written by the one that goes on
+        trainer.goes_on_later = (
+            True  # it ends no run: its values are written by the one that goes on
+        )
         ranks, state = Ranks(trainer.accelerator), self.state
-        columns = {name: measured(trainer, own) for name, own in rows.items()}
+        columns = {name: row_losses(trainer, own) for name, own in rows.items()}
         # Those of the first process on all of them: none may decide by other bits.
         columns = ranks.broadcast_object(columns)
         state.tokens = {name: tokens for name, (_, tokens) in columns.items()}
@@ -453,6 +455,26 @@ class Race:
         shutil.rmtree(place, ignore_errors=True)
         with suppress(OSError):  # another arm is kept in it
             (self.folder / ARMS).rmdir()
+
+
+def _read_state(path: Path) -> RaceState | None:
+    """The state of a race that was begun; None where there is none.
+
+    Raises:
+        DataError: the file is no such state.
+    """
+    if not path.exists():
+        return None
+    content = read_json(path) or {}
+    names = {one.name for one in fields(RaceState)}
+    if not names <= content.keys():
+        raise DataError(
+            "the state of the race cannot be read",
+            got=str(path),
+            why="it was altered, or is of another program",
+            remedy="--overwrite_output, or another folder",
+        )
+    return RaceState(**{name: content[name] for name in names})
 
 
 def whole_run(trainer: Any) -> int:

@@ -227,8 +227,8 @@ def test_an_arm_that_breaks_leaves_and_the_race_goes_on(tmp_path: Path) -> None:
     world = World(tmp_path)
     broken = {"policy": f"{__name__}:Broken"}
     result = world.race(arms={"half": HALF, "broken": broken}, stop_after_looks=True)
-    assert result.outcome.left["broken"] == 1
-    assert "broken" in result.state.failed["broken"]
+    assert result.outcome.left_at["broken"] == 1
+    assert "broken" in result.state.failures["broken"]
     assert "failed" in (tmp_path / "race" / "race.html").read_text("utf-8")
     assert isinstance(NumericalError("x"), Exception)
 

@@ -167,7 +167,7 @@ def test_race_against_loops(case: RaceCase) -> None:
     )
     k = case.looks * len(case.arms) * (1 + case.retention)
     left, winner = decided(case)
-    assert (outcome.left, outcome.winner) == (left, winner)
+    assert (outcome.left_at, outcome.winner) == (left, winner)
     shown = [outcome.differences, *([outcome.retention] if rest else [])]
     for column, looks in zip([choosing, *rest], shown, strict=True):
         for losses, differences in zip(column.looks, looks, strict=True):
@@ -315,7 +315,7 @@ def test_all_against_itself_never_leaves(seed: int, rows: int, looks: int) -> No
         history.append({ALL: losses, "same": losses})
     outcome = decision.decide(Column(tokens, history), arms=["same"], looks=looks, level=0.9)
     assert outcome.winner == ALL
-    assert not outcome.left
+    assert not outcome.left_at
     for look in outcome.differences:
         one = look["same"]
         assert (one.value, one.error, one.low, one.high) == (0.0, 0.0, 0.0, 0.0)
@@ -325,7 +325,7 @@ def test_an_arm_that_failed_leaves() -> None:
     base = [1.0, 2.0, 3.0]
     column = Column([4, 5, 6], [{ALL: base}])
     outcome = decision.decide(column, arms=["broken"], looks=2)
-    assert (outcome.left, outcome.winner) == ({"broken": 0}, ALL)
+    assert (outcome.left_at, outcome.winner) == ({"broken": 0}, ALL)
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_measuring_touches_nothing() -> None:
 
     for pairs in (False, True):
         with world(pairs=pairs) as small:
-            from alphatoken.race.runner import measured
+            from alphatoken.race.runner import row_losses
 
             trainer = small.alone("all", "alone")
             trainer.model.train()
@@ -116,7 +116,7 @@ def test_measuring_touches_nothing() -> None:
                 return modes, metrics, grads, torch.get_rng_state().tolist(), random.getstate()
 
             before = state()
-            first, _ = measured(trainer, rows)
-            second, _ = measured(trainer, rows)
+            first, _ = row_losses(trainer, rows)
+            second, _ = row_losses(trainer, rows)
             assert state() == before
             assert first == second
