@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -101,3 +103,25 @@ class World:
 def same_weights(first: Any, second: Any) -> bool:
     one, two = tiny.weights(first.model), tiny.weights(second.model)
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def in_two_processes(folder: Path, rank: int, port: int) -> None:
+    """Body of one of two processes: a race, and its winner's run without it."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+        "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    mark = folder / f"rank-{rank}"
+    try:
+        small = World(folder)
+        options = {"ddp_backend": "gloo"}
+        first = small.won_by("half", options=options, stop_after_looks=True)
+        assert first.trainer is None
+        result = small.won_by("half", options=options, resume=True)
+        assert same_weights(result.trainer, small.alone("half", "alone", **options))
+        mark.with_suffix(".done").write_text(str(result.outcome))
+    except BaseException:
+        mark.with_suffix(".error").write_text(traceback.format_exc())
+        os._exit(1)  # a process group that waits for others must not hold this one

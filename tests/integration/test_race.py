@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from alphatoken.errors import AlphaTokenWarning, ConfigError, DataError, InputEr
 from alphatoken.race import RaceConfig, race, runner
 from alphatoken.train import AlphaSFTTrainer
 from alphatoken.train.policy import TokenPolicy
+from tests.forked import SERVER
 from tests.integration import tiny_training as tiny
-from tests.integration.race_world import HALF, LOOKS, STEPS, World, same_weights
+from tests.integration.race_world import HALF, LOOKS, STEPS, World, in_two_processes, same_weights
 from tests.rows import jsonl
 
 
@@ -149,6 +151,26 @@ def test_a_race_that_ended_with_its_verdict_goes_on(tmp_path: Path) -> None:
             world.race(resume=True, **changes)
     ended = world.race(resume=True)
     assert same_weights(ended.trainer, world.alone(result.winner, "alone"))
+
+
+@pytest.mark.slow
+def test_two_processes_decide_as_one(tmp_path: Path) -> None:
+    """The first one decides, both follow, and the winner is its run in two processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        SERVER.Process(target=in_two_processes, args=(tmp_path, rank, port)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+        process.kill()
+    errors = [path.read_text() for path in tmp_path.glob("rank-*.error")]
+    assert not errors, "\n".join(errors)
+    outcomes = {path.read_text() for path in tmp_path.glob("rank-*.done")}
+    assert len(outcomes) == 1
 
 
 # --- what is refused, and said --------------------------------------------------------------------
