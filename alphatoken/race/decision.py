@@ -1,13 +1,14 @@
 """Which arm of a race wins: differences of losses by row, with intervals that hold together.
 
-    d_r = n_r (l_arm,r - l_all,r)                      row r of R, which has n_r response tokens
-    D   = sum_r d_r / sum_r n_r                        nats a token; below 0 the arm is better
-    s^2 = R / (R - 1)  sum_r (d_r - D n_r)^2 / (sum_r n_r)^2          squared standard error of D
+    d_r  = n_r (l_arm,r - l_all,r)                     row r of R, which has n_r response tokens
+    D    = sum_r d_r / sum_r n_r                       nats a token; below 0 the arm is better
+    D_-r = the same without row r
+    s^2  = (R - 1) / R  sum_r (D_-r - mean D_-r)^2     squared standard error of D, by the jackknife
     D -+ t s,      t = the 1 - level / (2 K) quantile of Student's t with R - 1 degrees of freedom
 
-s is the standard error of a ratio: numerator and denominator vary over rows together. K counts all
-intervals of a race: looks x arms, twice as many with retention rows (Bonferroni). Of pairs n_r is 1
-and a loss is that of the pair.
+s is the standard error of a ratio: numerator and denominator vary over rows together. For rows of
+one length it is that of a mean. K counts all intervals of a race: looks x arms, twice as many with
+retention rows (Bonferroni). Of pairs n_r is 1 and a loss is that of the pair.
 
 At a look, an arm whose interval lies above 0 leaves. At the last look the arm with the lowest D
 among those whose interval lies below 0 wins; if there is none, ``all`` does.
@@ -17,14 +18,16 @@ An arm can win at the last look alone, on one side, so the bound there is level 
 intervals of a race hold 0 together with probability at least 1 - level. Both rest on Student's t:
 exact where rows are independent, n_r all equal and d_r normal with mean 0; approximate elsewhere.
 Where d_r is symmetric with heavier tails, t is on the safe side. Where a few rows have most of the
-tokens, R - 1 degrees of freedom are too many, and the intervals too narrow. The promise is about
-the losses at the looks. That a better arm stays better until the end of the run is no part of it.
+tokens, R - 1 degrees of freedom are too many, and the intervals too narrow; the jackknife makes up
+for a part of it, which the linearised error would not. The promise is about the losses at the
+looks. That a better arm stays better until the end of the run is no part of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -142,10 +145,16 @@ def difference(
     rows, whole = len(counts), counts.sum()
     summed = counts * (ours - theirs)
     value = summed.sum() / whole
-    residuals = summed - value * counts
-    error = np.sqrt(rows / (rows - 1) * (residuals**2).sum()) / whole
-    reach = stats.t.ppf(1 - level / (2 * intervals), rows - 1) * error
+    without = (summed.sum() - summed) / (whole - counts)
+    error = np.sqrt((rows - 1) / rows * ((without - without.mean()) ** 2).sum())
+    reach = _quantile(1 - level / (2 * intervals), rows - 1) * error
     return Difference(float(value), float(error), float(value - reach), float(value + reach))
+
+
+@cache
+def _quantile(probability: float, degrees: int) -> float:
+    """Of Student's t."""
+    return float(stats.t.ppf(probability, degrees))
 
 
 def _columns(

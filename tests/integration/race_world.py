@@ -28,7 +28,7 @@ LOOKS, STEPS = [2, 4], 7
 HALF = {"policy": "random", "keep_ratio": 0.5}
 WALK = {
     "policy": "top", "estimator": "walk", "keep_ratio": 0.8, "walk_steps": 2, "walk_refresh": 3,
-    "objective": "adaptation",
+    "walk_learning_rate": 1e-3, "objective": "adaptation",
 }  # fmt: skip
 
 
@@ -66,7 +66,8 @@ class World:
             return outcome if outcome.winner is None else replace(outcome, winner=arm)
 
         with mock.patch("alphatoken.race.runner.decide", decided):
-            return self.race(out, **changes)
+            # No arm leaves before the last look.
+            return self.race(out, **{"level": 1e-9, **changes})
 
     def race(self, out: str = "race", **changes: Any) -> RaceResult:
         """A race of ``all`` and another one; ``options`` are of the run, others as named."""

@@ -30,15 +30,23 @@ quantile = cache(student)
 def by_hand(
     arm: Sequence[float], base: Sequence[float], tokens: Sequence[float], level: float, k: int
 ) -> tuple[float, float, float, float]:
-    """Difference, standard error and interval, row by row."""
+    """Difference, standard error by the jackknife, and interval, row by row."""
     rows, numerator, whole = len(tokens), 0.0, 0.0
     for ours, theirs, count in zip(arm, base, tokens, strict=True):
         numerator += count * (ours - theirs)
         whole += count
-    value, squares = numerator / whole, 0.0
-    for ours, theirs, count in zip(arm, base, tokens, strict=True):
-        squares += (count * (ours - theirs) - value * count) ** 2
-    error = math.sqrt(rows / (rows - 1) * squares) / whole
+    value, others = numerator / whole, []
+    for left_out in range(rows):
+        part = total = 0.0
+        for row in range(rows):
+            if row != left_out:
+                part += tokens[row] * (arm[row] - base[row])
+                total += tokens[row]
+        others.append(part / total)
+    squares = 0.0
+    for other in others:
+        squares += (other - sum(others) / rows) ** 2
+    error = math.sqrt((rows - 1) / rows * squares)
     reach = quantile(1 - level / (2 * k), rows - 1) * error
     return value, error, value - reach, value + reach
 
@@ -140,9 +148,10 @@ LATE = RaceCase(1, 10, ((-0.3, 0.1), (0.0, 0.1)), looks=2, level=0.05)
 """It is ahead no more at the last; another left at the first."""
 TWO = RaceCase(2, 10, ((-0.2, -0.3),), looks=1, level=0.05)
 """Two that are better, of which one is better still."""
-NARROW = RaceCase(3, 8, ((-0.02, 0.0, 0.02),), looks=1, level=0.05)
+NARROW = RaceCase(3, 8, ((-0.01, 0.0, 0.0),), looks=1, level=0.05)
 """None that is better beyond its interval."""
 FORGETS = RaceCase(4, 10, ((-0.3, 0.1),), looks=1, level=0.05, retention=True)
+"""With retention rows, on which losses are drawn anew."""
 
 
 @given(races())
@@ -150,6 +159,7 @@ FORGETS = RaceCase(4, 10, ((-0.3, 0.1),), looks=1, level=0.05, retention=True)
 @example(LATE)
 @example(TWO)
 @example(NARROW)
+@example(FORGETS)
 @budget(1.0)
 def test_race_against_loops(case: RaceCase) -> None:
     """Differences, errors and intervals of every look, who left, and who won.
@@ -247,11 +257,11 @@ def errors(shape: str, draws: int, arms: int, looks: int, level: float) -> tuple
         history = []
         for _look in range(looks):
             base = generator.uniform(1, 3, ROWS)
-            losses = {ALL: base}
+            losses = {ALL: base.tolist()}
             for name in names:
                 noise, own = SHAPES[shape](generator, ROWS)
-                tokens = own if tokens is None else tokens
-                losses[name] = base + 0.1 * noise
+                tokens = own.tolist() if tokens is None else tokens
+                losses[name] = (base + 0.1 * noise).tolist()
             history.append(losses)
         outcome = decision.decide(Column(tokens, history), arms=names, looks=looks, level=level)
         left += outcome.winner not in (ALL, None)
@@ -287,13 +297,13 @@ def test_all_intervals_hold_together() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arms", [1, 3, 8])
+@pytest.mark.parametrize("arms", [1, 8])
 @pytest.mark.parametrize("looks", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_is_left_no_more_often_than_said_in_many_races(
     shape: str, looks: int, arms: int
 ) -> None:
-    draws = 10_000 if (arms, looks) == (1, 1) else 2_000
+    draws = 10_000 if (arms, looks) == (1, 1) else 1_000
     left, missed = errors(shape, draws=draws, arms=arms, looks=looks, level=0.05)
     assert left <= at_most(0.05, draws)
     if shape in ("normal", "heavy tails", "heavier tails"):
@@ -308,7 +318,7 @@ def test_all_against_itself_never_leaves(seed: int, rows: int, looks: int) -> No
     Proves: a race of equal arms (exact), against 0.
     """
     generator = np.random.default_rng(seed)
-    tokens = generator.integers(1, 50, rows).tolist()
+    tokens = generator.integers(1, 50, rows).astype(float).tolist()
     history = []
     for _ in range(looks):
         losses = generator.uniform(0, 5, rows).tolist()
@@ -323,7 +333,7 @@ def test_all_against_itself_never_leaves(seed: int, rows: int, looks: int) -> No
 
 def test_an_arm_that_failed_leaves() -> None:
     base = [1.0, 2.0, 3.0]
-    column = Column([4, 5, 6], [{ALL: base}])
+    column = Column([4.0, 5.0, 6.0], [{ALL: base}])
     outcome = decision.decide(column, arms=["broken"], looks=2)
     assert (outcome.left_at, outcome.winner) == ({"broken": 0}, ALL)
 
@@ -339,7 +349,7 @@ def test_bad_input_of_a_difference() -> None:
     with pytest.raises(InputError, match="at least 2 rows"):
         decision.difference([1.0], [1.0], [1.0], **good)
     with pytest.raises(InputError, match="no response token"):
-        decision.difference(two, two, [3, 0], **good)
+        decision.difference(two, two, [3.0, 0.0], **good)
     with pytest.raises(NumericalError, match="at row 1"):
         decision.difference([1.0, math.nan], two, two, **good)
     with pytest.raises(NumericalError, match="inf at row 0"):

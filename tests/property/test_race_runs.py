@@ -25,8 +25,15 @@ def world(**kind: Any) -> Iterator[Any]:
         yield World(Path(folder), **kind)
 
 
-@pytest.mark.parametrize("peft", [False, True])
-@pytest.mark.parametrize("arm", ["walk", "all", "half"])
+FAST = {("walk", False), ("half", True)}
+ARMS = [
+    pytest.param(arm, peft, marks=() if (arm, peft) in FAST else pytest.mark.slow)
+    for arm in ("walk", "all", "half")
+    for peft in (False, True)
+]
+
+
+@pytest.mark.parametrize(("arm", "peft"), ARMS)
 def test_the_winner_is_its_run_without_a_race(arm: str, peft: bool) -> None:
     """Weights, optimizer and schedule; a walk's end, dropout and the order of rows among them.
 
@@ -76,7 +83,7 @@ def test_losses_are_of_the_model_at_the_look() -> None:
 
         from tests.integration.race_world import LOOKS
 
-        result = small.race(stop_after_looks=True)
+        result = small.race(stop_after_looks=True, level=1e-9)
         trainer = small.alone("half", "alone", save_strategy="steps", save_steps=LOOKS[0])
         rows = trainer.prepare_rows(small.choosing, "choosing")
         for step in LOOKS:
