@@ -133,10 +133,10 @@ def _of_mapping(name: str, options: Any) -> Arm:
 
 def _named(name: str, options: Mapping[str, Any]) -> Arm:
     """The arm, its name and options checked."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError("an arm's name has letters, digits and . _ + - in it", got=repr(name))
     options = dict(options)
     without = _without(options.pop(WITHOUT, None))
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError("an arm's name has letters, digits and . _ + - in it", got=repr(name))
     refuse_unknown(f"the arm '{name}'", "option", options, _OPTIONS, {})
     if without is not None:
         options.setdefault("policy", "standard")

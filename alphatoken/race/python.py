@@ -154,8 +154,9 @@ def _make(
         for name, place in caches.items():  # as of the run in its own folder
             own[name] = str(cache_folder(getattr(args, name), args.output_dir, place))
         own |= {"output_dir": str(folder), "push_to_hub": False}
-    # Adapters' configurations and callbacks have state; nothing of one arm enters another.
+    # What has state, or moves in training: nothing of one arm enters another.
     apart = {"peft_config", "callbacks"} & arguments.keys()
+    apart |= {"ref_model"} & arguments.keys() if getattr(args, "sync_ref_model", False) else set()
     more = arguments | {name: copy.deepcopy(arguments[name]) for name in apart}
     train = _train_rows(datasets["train_dataset"], arm)
     set_seed(args.seed)  # adapters are drawn where the model is handed over

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,18 @@ WALK = {
 }  # fmt: skip
 
 
+@contextmanager
+def declared(arm: str) -> Iterator[None]:
+    """Inside, this arm wins every race that comes to its end."""
+
+    def decided(*args: Any, **options: Any) -> Any:
+        outcome = decide(*args, **options)
+        return outcome if outcome.winner is None else replace(outcome, winner=arm)
+
+    with mock.patch("alphatoken.race.runner.decide", decided):
+        yield
+
+
 class World:
     """Rows and options of one race, and the same run without it."""
 
@@ -54,18 +67,13 @@ class World:
 
     @property
     def more(self) -> dict[str, Any]:
-        return {"processing_class": tiny.tokenizer()} | (
-            {"peft_config": tiny.lora()} if self.peft else {}
-        )
+        more: dict[str, Any] = {"processing_class": tiny.tokenizer()}
+        more |= {"peft_config": tiny.lora()} if self.peft else {}
+        return more | ({"ref_model": tiny.model()} if self.pairs and not self.peft else {})
 
     def won_by(self, arm: str, out: str = "race", **changes: Any) -> RaceResult:
         """The race, in which this arm is declared the winner whatever the losses are."""
-
-        def decided(*args: Any, **options: Any) -> Any:
-            outcome = decide(*args, **options)
-            return outcome if outcome.winner is None else replace(outcome, winner=arm)
-
-        with mock.patch("alphatoken.race.runner.decide", decided):
+        with declared(arm):
             # No arm leaves before the last look.
             return self.race(out, **{"level": 1e-9, **changes})
 

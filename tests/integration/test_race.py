@@ -14,13 +14,22 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from alphatoken.cli import main
-from alphatoken.errors import AlphaTokenWarning, ConfigError, DataError, InputError, NumericalError
+from alphatoken.errors import AlphaTokenWarning, ConfigError, DataError, InputError
 from alphatoken.race import RaceConfig, race, runner
 from alphatoken.train import AlphaSFTTrainer
 from alphatoken.train.policy import TokenPolicy
 from tests.forked import SERVER
 from tests.integration import tiny_training as tiny
-from tests.integration.race_world import HALF, LOOKS, STEPS, World, in_two_processes, same_weights
+from tests.integration.race_world import (
+    HALF,
+    LOOKS,
+    STEPS,
+    World,
+    declared,
+    in_two_processes,
+    same_weights,
+)
+from tests.places import tiered
 from tests.rows import jsonl
 
 
@@ -30,7 +39,7 @@ class Broken(TokenPolicy):
     name = "broken"
 
     def native_weights(self, batch: Any) -> torch.Tensor:
-        return batch.log_probs * (float("nan") if batch.step >= 3 else 0.0)
+        return batch.mask * (float("nan") if batch.step >= 3 else 1.0)
 
 
 # --- the winner is its own run --------------------------------------------------------------------
@@ -87,6 +96,13 @@ def kill(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], None]
         yield at
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """The same race, and its winner's run without it."""
+    world = World(tmp_path_factory.mktemp("whole"))
+    return world.won_by("half"), world.alone("half", "alone")
+
+
 PLACES = {
     "in a step of the first arm": ("before training_step", 2),
     "in a step of the second arm": ("before training_step", 3),
@@ -100,13 +116,18 @@ PLACES = {
     "after the winner was moved": ("after _move_up", 1),
     "as the winner goes on": ("before training_step", 10),
 }
+FIRST = (
+    "after an arm was measured, before its checkpoint",
+    "at the last look",
+    "between two of its checkpoints",
+)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", tiered(PLACES, FIRST))
 def test_a_race_that_was_killed_goes_on_to_the_same_bits(
-    place: str, tmp_path: Path, kill: Any, monkeypatch: pytest.MonkeyPatch
+    place: str, tmp_path: Path, kill: Any, uninterrupted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every kind of place; and once more at the next one."""
+    """At every kind of place."""
     world = World(tmp_path)
     if place == "between two of its checkpoints":
         rename = Path.rename
@@ -220,7 +241,7 @@ def test_rows_are_split_and_counted(tmp_path: Path, capsys: pytest.CaptureFixtur
     rows = [*tiny.sums(20, seed=5), *tiny.sums(2, seed=5)]
     result = world.race(
         choosing_dataset=None, validation_dataset=rows, choosing_rows=10, stop_after_looks=True,
-        retention_rows=tiny.sums(8, seed=11),
+        retention_rows=tiny.sums(8, seed=11), level=1e-9,
     )  # fmt: skip
     said = capsys.readouterr().err
     assert "looks at steps 2, 4 of 7, on 10 choosing rows and 8 retention rows" in said
@@ -248,11 +269,11 @@ def test_an_arm_that_breaks_leaves_and_the_race_goes_on(tmp_path: Path) -> None:
     """Its reason is in the state and on the page; ``all`` that breaks ends the race."""
     world = World(tmp_path)
     broken = {"policy": f"{__name__}:Broken"}
-    result = world.race(arms={"half": HALF, "broken": broken}, stop_after_looks=True)
+    arms = {"half": HALF, "broken": broken}
+    result = world.race(arms=arms, stop_after_looks=True, level=1e-9)
     assert result.outcome.left_at["broken"] == 1
     assert "broken" in result.state.failures["broken"]
     assert "failed" in (tmp_path / "race" / "race.html").read_text("utf-8")
-    assert isinstance(NumericalError("x"), Exception)
 
 
 class Ends(TrainerCallback):
@@ -315,25 +336,17 @@ def test_the_command_and_the_run_of_its_winner(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``alphatoken race`` ends with the model of ``alphatoken sft`` and the arm's options."""
-    choosing = ["--choosing_file", str(place / "choosing.jsonl")]
-    own = [
-        *choosing,
-        "--looks",
-        "2",
-        "4",
-        "--level",
-        "0.999",
-        "--arms",
-        "half:policy=random,keep_ratio=0.5",
-    ]
-    assert main(["race", *words(place, "raced"), *own]) == 0
+    own = ["--choosing_file", str(place / "choosing.jsonl"), "--looks", "2", "4", "--level", "1e-9"]
+    own += ["--arms", "half:policy=random,keep_ratio=0.5"]
+    with declared("half"):
+        assert main(["race", *words(place, "raced"), *own]) == 0
     out, err = capsys.readouterr()
     assert "race of 2 arms (all, half): looks at steps 2, 4 of 5, on 8 choosing rows" in err
-    assert "wins: at step 4 of 5" in out
+    assert "'half' wins: at step 4 of 5" in out
+    assert "The arms that do not go on took 4 steps (80% of a whole run)" in out
     assert "5 steps trained" in out
-    winner = json.loads((place / "raced" / "race.json").read_text())["outcome"]["winner"]
-    arm = {"all": ["--policy", "standard"], "half": ["--policy", "random", "--keep_ratio", "0.5"]}
-    assert main(["sft", *words(place, "alone"), *arm[winner]]) == 0
+    arm = ["--policy", "random", "--keep_ratio", "0.5"]
+    assert main(["sft", *words(place, "alone"), *arm]) == 0
     one, two = (load_file(place / name / "model.safetensors") for name in ("raced", "alone"))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
