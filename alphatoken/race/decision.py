@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from alphatoken.errors import InputError, NumericalError, warn_caller
+from alphatoken.errors import AlphaTokenWarning, InputError, NumericalError, warn_caller
 from alphatoken.race.arms import ALL
 
 FEWEST, FEW = 2, 8
@@ -108,7 +108,8 @@ def check_rows(count: int, what: str) -> None:
         warn_caller(
             f"{count} {what}: Student's t has {count - 1} degrees of freedom, its intervals are "
             f"wide, and how often they hold depends on the shape of the differences; give {FEW} or "
-            "more"
+            "more",
+            AlphaTokenWarning,
         )
 
 

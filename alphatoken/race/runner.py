@@ -131,7 +131,7 @@ class _Looks(TrainerCallback):
             return
         control.should_save = True
         if state.global_step == self.stop:
-            self._measure(self.stop)
+            self._measure(state.global_step)
             control.should_training_stop = True
 
 
@@ -494,7 +494,7 @@ def whole_run(trainer: Any) -> int:
         )
     batches = len(trainer.get_train_dataloader())
     in_epoch = max(-(-batches // args.gradient_accumulation_steps), 1)
-    return math.ceil(args.num_train_epochs * in_epoch)
+    return math.ceil(float(args.num_train_epochs) * in_epoch)
 
 
 def _start(trainer: Any) -> str | None:

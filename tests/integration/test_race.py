@@ -255,7 +255,7 @@ def test_rows_are_split_and_counted(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_few_choosing_rows_are_warned_of(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="3 choosing rows: Student's t has 2 degrees"):
+    with pytest.warns(AlphaTokenWarning, match="3 choosing rows: Student's t has 2 degrees"):
         World(tmp_path).race(choosing_dataset=tiny.sft_rows(3, seed=9), stop_after_looks=True)
 
 
@@ -327,7 +327,7 @@ def words(place: Path, out: str, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tiny.saved(tmp_path_factory.mktemp("race"), 24)
-    jsonl(folder / "clean.jsonl", tiny.sums(10, seed=5))
+    jsonl(folder / "clean.jsonl", tiny.sums(16, seed=5))
     jsonl(folder / "choosing.jsonl", tiny.sums(8, seed=9))
     return folder
 
@@ -353,11 +353,10 @@ def test_the_command_and_the_run_of_its_winner(
 
 
 def test_the_command_stops_and_goes_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = words(place, "stopped", "--looks", "2", "--choosing_rows", "4")
-    with pytest.warns(UserWarning, match="4 choosing rows"):
-        assert main(["race", *own, "--stop_after_looks"]) == 0
+    own = words(place, "stopped", "--looks", "2")
+    assert main(["race", *own, "--stop_after_looks"]) == 0
     err = capsys.readouterr().err
-    assert "4 of 10 validation rows are set aside to choose by, and 6 are left for the arms" in err
+    assert "8 of 16 validation rows are set aside to choose by, and 8 are left for the arms" in err
     assert "to go on: alphatoken race" in err
     assert not (place / "stopped" / "model.safetensors").exists()
     assert main(["race", *own]) == 2
@@ -371,7 +370,7 @@ def test_the_command_stops_and_goes_on(place: Path, capsys: pytest.CaptureFixtur
 def test_the_command_on_pairs_and_what_it_refuses(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jsonl(place / "clean-pairs.jsonl", list(tiny.preference_rows(12, seed=5)))
+    jsonl(place / "clean-pairs.jsonl", list(tiny.preference_rows(16, seed=5)))
     pairs = words(place, "pairs", "--dpo", "--looks", "2", "--stop_after_looks")
     pairs[pairs.index("--train_file") + 1] = str(place / "pairs.jsonl")
     pairs[pairs.index("--validation_file") + 1] = str(place / "clean-pairs.jsonl")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken.errors import ConfigError, InputError, NumericalError
+from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError, NumericalError
 from alphatoken.race import decision
 from alphatoken.race.arms import ALL, looks_of, read_arms
 from alphatoken.race.decision import Column
@@ -362,7 +362,7 @@ def test_bad_input_of_a_difference() -> None:
 def test_few_rows_are_warned_of_and_one_is_refused() -> None:
     with pytest.raises(InputError, match="at least 2 choosing rows"):
         decision.check_rows(1, "choosing rows")
-    with pytest.warns(UserWarning, match="7 choosing rows: Student's t has 6 degrees"):
+    with pytest.warns(AlphaTokenWarning, match="7 choosing rows: Student's t has 6 degrees"):
         decision.check_rows(7, "choosing rows")
     decision.check_rows(8, "choosing rows")
 
