@@ -165,7 +165,7 @@ def row_losses(trainer: Any, rows: list[dict[str, Any]]) -> tuple[list[float], l
     the others. The mode of the model and TRL's running metrics are afterwards as before.
     """
     adapter, losses, counts = find_adapter(trainer.model), [], []
-    with trainer.trainer_loss.beside_training(), evaluation_mode(trainer.model), torch.no_grad():
+    with evaluation_mode(trainer.model), torch.no_grad():
         trainer.prepare_pool(rows)
         for row in rows:
             total, count = objective_value(adapter, trainer.row_batch([row]), "choosing row")
