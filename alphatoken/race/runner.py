@@ -494,7 +494,8 @@ def whole_run(trainer: Any) -> int:
         )
     batches = len(trainer.get_train_dataloader())
     in_epoch = max(-(-batches // args.gradient_accumulation_steps), 1)
-    return math.ceil(float(args.num_train_epochs) * in_epoch)
+    steps: int = math.ceil(args.num_train_epochs * in_epoch)
+    return steps
 
 
 def _start(trainer: Any) -> str | None:
