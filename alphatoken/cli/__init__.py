@@ -1,4 +1,4 @@
-"""The command line: ``alphatoken score``, ``fisher``, ``sft``, ``dpo``, ``diagnose`` and others.
+"""The command line: ``alphatoken score``, ``fisher``, ``sft``, ``dpo``, ``race``, ``diagnose``.
 
 Each command is listed below with the module that runs it, and a module is loaded only when its
 command is called: ``alphatoken --help`` needs neither torch nor transformers.
@@ -7,6 +7,7 @@ command is called: ``alphatoken --help`` needs neither torch nor transformers.
   which reads and values rows, or in ``fisher_run``.
 - ``sft``, ``dpo``: ``training``, from ``arguments`` (TRL's convention) through ``training_rows``
   to a trainer; ``recipes`` reads options from a file.
+- ``race``: ``race``, with the parts and options of these.
 - ``diagnose``: ``diagnose_options``, ``diagnose_run``.
 
 Options are dataclasses. ``program`` makes the flags of them; ``alphatoken.score.options`` holds
@@ -45,6 +46,10 @@ _COMMANDS = {
         "alphatoken.cli.training:run_sft",
     ),
     "dpo": Command("the same on preference pairs", "alphatoken.cli.training:run_dpo"),
+    "race": Command(
+        "train short runs, compare them on trusted rows, and go on with the winner",
+        "alphatoken.cli.race:run",
+    ),
     "diagnose": Command(
         "show how far to trust the values on your own model",
         "alphatoken.cli.diagnose_run:run",

@@ -127,6 +127,8 @@ class AlphaTrainerMixin(TrainerInterface):
     LOSS: ClassVar[type[TrainerLoss]] = TrainerLoss
     """What there is to know of its loss."""
 
+    goes_on_later: bool = False
+    """Whether the run was stopped to go on later; it then writes its results at its own end."""
     _checkpoints: RunCheckpoints | None = None
     """Of the current call of ``train``, or of the last one; None before the first."""
     _step_rows: StepRows | None = None
@@ -330,7 +332,7 @@ class AlphaTrainerMixin(TrainerInterface):
         self.add_callback(run)
         path = None if run.resuming is None else str(run.resuming)
         result = super().train(path, trial, ignore_keys_for_eval)
-        if self.weigher is not None:
+        if self.weigher is not None and not self.goes_on_later:
             self.records.write_results()
         return result
 
