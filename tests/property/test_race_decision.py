@@ -332,6 +332,10 @@ def test_all_against_itself_never_leaves(seed: int, rows: int, looks: int) -> No
 
 
 def test_an_arm_that_failed_leaves() -> None:
+    """One without losses at a look leaves there.
+
+    Proves: an arm that failed (exact), against losses made up by hand.
+    """
     base = [1.0, 2.0, 3.0]
     column = Column([4.0, 5.0, 6.0], [{ALL: base}])
     outcome = decision.decide(column, arms=["broken"], looks=2)
@@ -410,7 +414,10 @@ def test_arms_that_cannot_be_read(arms: Any, message: str) -> None:
 
 
 def test_looks_by_default_and_by_hand() -> None:
-    """2.5, 5 and 10 % of the steps, none before step 20."""
+    """2.5, 5 and 10 % of the steps, none before step 20.
+
+    Proves: the looks of a race (exact), against steps written by hand.
+    """
     assert looks_of(4000, None) == (100, 200, 400)
     assert looks_of(400, None) == (20, 40)
     assert looks_of(20, None) == (20,)
