@@ -59,12 +59,15 @@ _COMMANDS = {
 
 _EXAMPLES = """\
 examples
-  value the tokens of a file exactly, with a report to look at:
-    alphatoken score --model_name_or_path MODEL --train_file rows.jsonl --validation_rows 64 \\
-        --estimator label --parameters all --output_dir values
-  train on rows with wrong words, by values against a few clean rows (docs/should-i.md):
-    alphatoken sft --config laptop-sft --config recommended --model_name_or_path MODEL \\
-        --train_file rows.jsonl --validation_file clean.jsonl
+  see whether rows look like a few that you trust, and which do not:
+    alphatoken diagnose data --model_name_or_path MODEL --train_file rows.jsonl \\
+        --validation_file trusted.jsonl --output_dir verdict
+  measure whether selecting tokens pays on them, and train by what wins:
+    alphatoken race --config laptop-sft --model_name_or_path MODEL --train_file rows.jsonl \\
+        --validation_file trusted.jsonl
+  look at what each token teaches, measured against the trusted rows:
+    alphatoken score --model_name_or_path MODEL --train_file rows.jsonl \\
+        --validation_file trusted.jsonl --estimator walk --output_dir values
   see how far to trust the values on your model:
     alphatoken diagnose all --model_name_or_path MODEL --train_file rows.jsonl \\
         --validation_rows 32 --output_dir diagnosis

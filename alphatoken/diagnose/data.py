@@ -320,23 +320,23 @@ def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
     share = unseen_share(reference, LEVEL / len(tests))
     if answer == DIFFERENT:
         return (
-            f"Your rows differ from the trusted ones (p = {p:.2g}): `alphatoken race` measures "
-            f"whether selecting pays. {sizes} Rows of another task or style differ as rows with "
-            "wrong words do: look at the rows of lowest value."
+            f"Your rows differ from the trusted ones (p = {p:.2g}): a race measures whether "
+            f"selecting pays. {sizes} Rows of another task or style differ as rows with wrong "
+            "words do: look at the rows of lowest value."
         )
     if answer == UNCLEAR:
         return (
             f"Your rows may differ from the trusted ones, which are too few to tell (p = {p:.2g}): "
-            f"`alphatoken race` measures whether selecting pays. {sizes} {reference} trusted rows "
-            f"miss rows of another kind up to a share of at least about {share:.0%}: look at the "
-            "rows of lowest value, and give more trusted rows (--validation_file)."
+            f"a race measures whether selecting pays. {sizes} Beside {reference} trusted rows, "
+            f"rows of another kind can go unnoticed up to a share of about {share:.0%} and more: "
+            "look at the rows of lowest value, and give more trusted rows (--validation_file)."
         )
     ends = tests["value"].difference
     return (
         f"Your rows look like the trusted ones (p = {p:.2g}): train on everything. {sizes} "
         f"{reference} trusted rows cannot rule out that all differ by "
-        f"{max(abs(ends.low), abs(ends.high)):.2g} nats, and would miss rows of another kind up to "
-        f"a share of at least about {share:.0%}."
+        f"{max(abs(ends.low), abs(ends.high)):.2g} nats, and rows of another kind can go unnoticed "
+        f"up to a share of about {share:.0%} and more."
     )
 
 
