@@ -50,7 +50,7 @@ SPLIT = tuple(name for name, rule in CAPTURED.items() if name in SELF_ONLY or ru
 """Estimators with a direct and a causal part: they need the attention calls, recorded through the
 switchable backward. Path and label have one undivided value."""
 FORMS = ("central", "one_sided")
-"""Finite differences of ``label``; see ``estimate.differences``."""
+"""Finite differences of ``label`` (``estimate.differences``), and forms of a walk's values."""
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
     "part": SPLIT,
@@ -61,6 +61,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "walk_steps": (WALK,),
     "walk_learning_rate": (WALK,),
     "walk_refresh": (WALK,),
+    "walk_form": (WALK,),
 }
 """Option -> the estimators that read it. The others take its default alone."""
 
@@ -202,6 +203,14 @@ class ScorerConfig:
         "anew; 0 takes one walk at the start (direction_steps has no effect on walks)",
         at_least=0,
     )
+    # Central values do not depend on the weights after the walk, only on both of its ends: a run
+    # that never renews its walk has one value a token, whatever it has learned.
+    walk_form: str = option(
+        "one_sided",
+        "'one_sided': the loss now less that at the end of a walk; 'central': half of the loss as "
+        "far behind the start of the walk less that at its end, which leaves out curvature",
+        choices=FORMS,
+    )
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse options that there are not, by name."""
@@ -279,6 +288,7 @@ class ValueOptions:
     stability_weight: float = same_option(ScorerConfig, "stability_weight")
     walk_steps: int = same_option(ScorerConfig, "walk_steps")
     walk_learning_rate: float | None = same_option(ScorerConfig, "walk_learning_rate")
+    walk_form: str = same_option(ScorerConfig, "walk_form")
 
     def scorer_config(self) -> ScorerConfig:
         """The configuration that these options, and those of a subclass, stand for.

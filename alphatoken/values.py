@@ -53,6 +53,8 @@ class TokenValues:
             What rounding adds to it is this batch's own; what truncation adds is measured on some
             batches, and on any whose values are of another size.
         error_age: batches since the truncation in ``error`` was measured; 0 on this one.
+        losses: (b, t) of "walk", the losses before the walk, in nats, without token weights; None
+            of other estimators.
     """
 
     total: Float[Tensor, "b t"]
@@ -72,6 +74,7 @@ class TokenValues:
     derivative: str | None = None
     error: float = 0.0
     error_age: int = 0
+    losses: Float[Tensor, "b t"] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         """Sizes and shares in one line; the numbers are in the attributes.

@@ -177,11 +177,11 @@ def scored_corpus(folder: Path, *, count: int = 64, batch: int = 8) -> CorpusCou
     computed, waits, encoded = list[tuple[int, int]](), list[int](), list[str]()
     score_batch, encode_example = run._score_batch, encode.encode_example
 
-    def counted_batch(job: Any, scorer: Any, examples: Sequence[Example]) -> Any:
+    def counted_batch(scorer: Any, examples: Sequence[Example], queries: int) -> Any:
         lengths = [len(example.input_ids) for example in examples]
         computed.append((max(lengths) * len(lengths), sum(lengths)))
         with counting(Launches()) as counts:
-            scored = score_batch(job, scorer, examples)
+            scored = score_batch(scorer, examples, queries)
         waits.append(counts.waits.total())
         return scored
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from alphatoken.cli.program import default_of
+from alphatoken.cli.training_options import RaceArguments
 from alphatoken.config import ScorerConfig
 from alphatoken.support.options import limits_of
 from alphatoken.train.fields import AlphaFields
@@ -44,6 +45,15 @@ leave at their defaults ([rows 5, 6 and 27 of the gaps](paper-gaps.md)).
 """
 
 
+_RACE = """
+## Of a race
+
+[`alphatoken race`](race.md) takes these beside the options of a run; those of `RaceConfig` have the same names in Python.
+
+| option | default | what it is | range |
+|---|---|---|---|
+"""
+
 _POLICIES = """
 ## Of the methods
 
@@ -67,7 +77,8 @@ class Argument(NamedTuple):
 
 def page() -> str:
     """The page as Markdown."""
-    lines = [_HEAD, *map(_line, fields(AlphaFields)), _POLICIES, *_of_policies()]
+    lines = [_HEAD, *map(_line, fields(AlphaFields)), _RACE, *map(_line, fields(RaceArguments))]
+    lines += [_POLICIES, *_of_policies()]
     return "".join([*lines, _SCORER, *_of_scorer()])
 
 

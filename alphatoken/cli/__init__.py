@@ -1,4 +1,4 @@
-"""The command line: ``alphatoken show``, ``score``, ``fisher``, ``sft``, ``dpo``, ``diagnose``.
+"""The command line: ``alphatoken show``, ``score``, ``sft``, ``race``, ``diagnose`` and others.
 
 Each command is listed below with the module that runs it, and a module is loaded only when its
 command is called: ``alphatoken --help`` needs neither torch nor transformers.
@@ -7,6 +7,7 @@ command is called: ``alphatoken --help`` needs neither torch nor transformers.
   which reads and values rows, or in ``fisher_run``.
 - ``sft``, ``dpo``: ``training``, from ``arguments`` (TRL's convention) through ``training_rows``
   to a trainer; ``recipes`` reads options from a file.
+- ``race``: ``race``, with the parts and options of these.
 - ``diagnose``: ``diagnose_options``, ``diagnose_run``.
 - ``show``: ``show``, ``show_run``, and ``marked_text``, which marks tokens in a terminal.
 
@@ -51,6 +52,10 @@ _COMMANDS = {
         "alphatoken.cli.training:run_sft",
     ),
     "dpo": Command("the same on preference pairs", "alphatoken.cli.training:run_dpo"),
+    "race": Command(
+        "train short runs, compare them on trusted rows, and go on with the winner",
+        "alphatoken.cli.race:run",
+    ),
     "diagnose": Command(
         "show how far to trust the values on your own model",
         "alphatoken.cli.diagnose_run:run",
@@ -62,12 +67,15 @@ _EXAMPLES = """\
 examples
   see which tokens of a file are trained on:
     alphatoken show rows.jsonl --model_name_or_path MODEL
-  value the tokens of a file exactly, with a report to look at:
-    alphatoken score --model_name_or_path MODEL --train_file rows.jsonl --validation_rows 64 \\
-        --estimator label --parameters all --output_dir values
-  train on rows with wrong words, by values against a few clean rows (docs/should-i.md):
-    alphatoken sft --config laptop-sft --config recommended --model_name_or_path MODEL \\
-        --train_file rows.jsonl --validation_file clean.jsonl
+  see whether rows look like a few that you trust, and which do not:
+    alphatoken diagnose data --model_name_or_path MODEL --train_file rows.jsonl \\
+        --validation_file trusted.jsonl --output_dir verdict
+  measure whether selecting tokens pays on them, and train by what wins:
+    alphatoken race --config laptop-sft --model_name_or_path MODEL --train_file rows.jsonl \\
+        --validation_file trusted.jsonl
+  look at what each token teaches, measured against the trusted rows:
+    alphatoken score --model_name_or_path MODEL --train_file rows.jsonl \\
+        --validation_file trusted.jsonl --estimator walk --output_dir values
   see how far to trust the values on your model:
     alphatoken diagnose all --model_name_or_path MODEL --train_file rows.jsonl \\
         --validation_rows 32 --output_dir diagnosis

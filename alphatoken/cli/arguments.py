@@ -18,7 +18,7 @@ from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArgumen
 from trl.trainer.model_config import ModelConfig
 
 from alphatoken.cli.recipes import Recipe, close_to, packaged_file, recipes_of
-from alphatoken.cli.training_options import SOURCES, RowArguments, RunArguments
+from alphatoken.cli.training_options import SOURCES, RaceArguments, RowArguments, RunArguments
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.train.options import RENAMED
 from alphatoken.train.policies import STANDS_FOR, unread_by_estimator, unread_options
@@ -44,6 +44,7 @@ class Arguments:
         words: the command line.
         unread: options of recipes that gave way: to a policy or an estimator that was named after
             them, or, of a Fisher, to a run that wants none.
+        race: options of ``alphatoken race``; None in other commands.
     """
 
     command: str
@@ -53,6 +54,12 @@ class Arguments:
     run: RunArguments
     words: tuple[str, ...]
     unread: tuple[str, ...] = ()
+    race: RaceArguments | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the command, as it was typed."""
+        return self.command if self.race is None else "race"
 
 
 class _Parser(TrlParser):
@@ -70,32 +77,43 @@ class _Parser(TrlParser):
                 self._parse_dataclass_field(self, one)
 
 
-def _parser(command: str, training: Any) -> _Parser:
+def _parser(command: str, training: Any, race: bool) -> _Parser:
     kinds: Any = (RunArguments, DataArguments, training, ModelConfig)
-    parser = _Parser(kinds, prog=f"alphatoken {command}", allow_abbrev=False)
+    kinds += (RaceArguments,) if race else ()
+    prog = f"alphatoken {'race' if race else command}"
+    parser = _Parser(kinds, prog=prog, allow_abbrev=False)
     parser.add_argument(
         "--config", action="append", help="recipe: a packaged name or a YAML file; may be repeated"
     )
     return parser
 
 
-def read_arguments(command: str, words: Sequence[str], training: Any) -> Arguments:
+def read_arguments(
+    command: str,
+    words: Sequence[str],
+    training: Any,
+    *,
+    race: bool = False,
+    over: Sequence[str] = (),
+) -> Arguments:
     """Read the recipe and the command line.
 
     Args:
         command: "sft" or "dpo".
         words: what follows it.
         training: configuration class of the trainer.
+        race: whether it is that of ``alphatoken race``.
+        over: words of an arm of a race, which go before the command line.
 
     Raises:
         ConfigError: an unknown recipe or option, a value that cannot be read, options that
             contradict each other.
     """
-    parser = _parser(command, training)
+    parser = _parser(command, training, race)
     recipes = recipes_of(words)
     for recipe in recipes:
         _set_defaults(parser, recipe, command)
-    options, unknown = parser.parse_known_args(list(words))
+    options, unknown = parser.parse_known_args([*words, *over])
     if unknown:
         raise _unknown(unknown[0], parser, "the command line")
     _apply_null_and_source(options, words)
@@ -104,20 +122,20 @@ def read_arguments(command: str, words: Sequence[str], training: Any) -> Argumen
         options.chat_template_path = packaged_file(template) or template
     said = [{name.replace("-", "_") for name in recipe.options} for recipe in recipes]
     named_policies = {str(r.options["policy"]) for r in recipes if "policy" in r.options}
-    said.append(_named(words))
+    said += [_named(words), _named(over)]
     if named_policies - {options.policy} and "policy_options" in _earlier(said, {"policy"}):
         options.policy_options = None  # of another method
     unread = _give_way(options, training, said)
     options.datasets = _mixture(options)
     made = [_make(kind, options) for kind in parser.dataclass_types]
-    run, data, config, model = made
+    run, data, config, model, *rest = made
     for name, _ in list(data.unread_of_fisher(reads_fisher=config.reads_fisher)):
         # A recipe serves several objectives, as a grid's does; what is typed is meant.
         if name not in _named(words):
             unread = (*unread, name)
             for place in (options, data):
                 setattr(place, name, None)
-    return Arguments(command, data, config, model, run, tuple(words), unread)
+    return Arguments(command, data, config, model, run, tuple(words), unread, *rest)
 
 
 def _named(words: Sequence[str]) -> set[str]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from alphatoken.cli.program import CommandParser, add_option, add_options, kinds_of
+from alphatoken.cli.program import CommandParser, add_option, add_options, default_of, kinds_of
 from alphatoken.diagnose import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.errors import AlphaTokenError, ConfigError
-from alphatoken.score.options import CorpusOptions
+from alphatoken.score.options import ColumnOptions, CorpusOptions, LeftOutOptions
 from alphatoken.support.options import option
 
 ALL = "all"
@@ -26,7 +27,7 @@ _WRITES = """\
 Writes {name}/diagnosis.json, its tables (CSV) and figures (SVG), report.html of all diagnoses, and
 run.json, which --resume compares, to the folder given with --output_dir; where that is a folder of
 `alphatoken score`, to "diagnosis" in it. Exit status 1: a diagnostic of "all" could not run, other
-than for want of --retention_set.
+than for want of --retention_set or --validation_file.
 
 usage: alphatoken diagnose {name} --model_name_or_path PATH --train_file FILE --output_dir DIR
            (--validation_file FILE | --validation_rows N) [options]"""
@@ -47,6 +48,10 @@ def _size(text: str, name: str) -> Any:
     """An option for a size: given, it is fixed; else the budget may read less than the default."""
     most = SIZES[name]
     return option(None, f"{text} (default {most}, fewer where the budget stops before)", at_least=1)
+
+
+_NAMED = ("model_name_or_path", "train_file", "validation_file")
+_OF_READING = ("adapter", "trust_remote_code", "max_length", "chat_template", "on_bad_rows")
 
 
 @dataclass(kw_only=True)
@@ -125,6 +130,35 @@ class DiagnoseOptions(CorpusOptions):
             ConfigError: it is no time.
         """
         return parse_budget(self.budget)
+
+    def lacks(self, entry: Entry) -> str:
+        """The option that the diagnostic cannot do without and that is not given, or ""."""
+        if entry.needs_retention and not self.retention_set:
+            return "--retention_set"
+        if entry.needs_trusted and self.validation_file is None:
+            return "--validation_file"
+        return ""
+
+    @property
+    def words(self) -> str:
+        """Options by which another command finds this model and these rows, for a shell.
+
+        Model and files stand first, then what decides how rows are read and is not at its default.
+        """
+        of_rows = {one.name for kind in (ColumnOptions, LeftOutOptions) for one in fields(kind)}
+        words: list[str] = []
+        for name in _NAMED:
+            if (path := getattr(self, name)) is not None:
+                words += [f"--{name}", path]
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name not in of_rows.union(_OF_READING) or value == default_of(one):
+                continue
+            if isinstance(value, bool):
+                words.append(f"--{'' if value else 'no_'}{one.name}")
+            else:
+                words += [f"--{one.name}", str(value)]
+        return shlex.join(words)
 
 
 # --- which diagnostics ----------------------------------------------------------------------------
@@ -246,6 +280,8 @@ def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
         f"diagnose {name}", description=_description(name), epilog=_ROWS, allow_abbrev=False
     )
     add_options(parser, DiagnoseOptions)
+    for changed, value in find(name).defaults.items() if name != ALL else ():
+        _set_default(parser, changed, value)
     if options is None:
         return parser
     own = parser.add_argument_group(f"options of {name}")
@@ -256,6 +292,16 @@ def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
         flag = f"--{name.replace('-', '_')}_{one.name}" if clashes else f"--{one.name}"
         add_option(own, one, kinds[one.name], flag, f"{_OWN}{one.name}", default=argparse.SUPPRESS)
     return parser
+
+
+def _set_default(parser: argparse.ArgumentParser, name: str, value: Any) -> None:
+    """Give the option another default than its field has; its help says so."""
+    (action,) = (action for action in parser._actions if action.dest == name)
+    text, former = str(action.help), f"(default {action.default})"
+    action.help = text.replace(former, f"(default {value})")
+    if former not in text:
+        action.help = f"{text} (here {value})"
+    action.default = value
 
 
 def _description(name: str) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 
 from alphatoken import FisherDrift
 from alphatoken.cli.diagnose_options import PROMPTS, DiagnoseOptions, entries_of, read_request
+from alphatoken.config import WALK
 from alphatoken.data import EncodeOptions, Example, Fields, Pools, Row, read_rows, split_pools
 from alphatoken.data.encode import about_encoding
 from alphatoken.data.split import about_pools
@@ -76,11 +77,12 @@ def run(words: Sequence[str]) -> int:
     if any(entry.needs_sklearn for entry in entries):
         require_sklearn()
     check_files(options)
-    blind = [entry.name for entry in entries if entry.needs_retention]
-    if len(entries) == 1 and blind:
-        require_retention(options.retention_set)
-    elif blind and not options.retention_set:
-        print(f"note: {', '.join(blind)} will not run without --retention_set", file=sys.stderr)
+    lacking = {entry.name: flag for entry in entries if (flag := options.lacks(entry))}
+    if len(entries) == 1:
+        _require_files(entries[0], options)
+    for flag in dict.fromkeys(lacking.values()):
+        names = ", ".join(name for name, one in lacking.items() if one == flag)
+        print(f"note: {names} will not run without {flag}", file=sys.stderr)
     out = Path(options.output_dir)
     if command_of(out / _MANIFEST) == "score":
         out /= _BESIDE_VALUES
@@ -98,6 +100,8 @@ def run(words: Sequence[str]) -> int:
         subject, settings, notes = prepare(options)
         for note in () if options.quiet else notes:
             print(f"note: {note}", file=sys.stderr)
+        if len(entries) == 1 and (check := getattr(entries[0].load(), "require_rows", None)):
+            check(subject)  # before anything is written
         if options.overwrite_output:
             _remove_earlier(out)
         command = shlex.join(["alphatoken", "diagnose", *words])
@@ -111,8 +115,8 @@ def run(words: Sequence[str]) -> int:
             "with --resume runs the rest"
         ) from None
     print(f"report: {folder.path / _PAGE}")
-    left_out = () if options.retention_set else blind  # which a note has said
-    failed = [e.name for e in entries if e.name in folder.failures.keys() - set(left_out)]
+    # Of those that lack a file a note has said so.
+    failed = [e.name for e in entries if e.name in folder.failures.keys() - lacking.keys()]
     if failed:
         print(
             f"alphatoken: {len(failed)} of {len(entries)} diagnostics could not run: "
@@ -120,6 +124,25 @@ def run(words: Sequence[str]) -> int:
             file=sys.stderr,
         )
     return 1 if failed else 0
+
+
+def _require_files(entry: Entry, options: DiagnoseOptions) -> None:
+    """Check that the diagnostic has the rows that it cannot do without.
+
+    Raises:
+        DataError: it has not.
+    """
+    if entry.needs_retention:
+        require_retention(options.retention_set)
+    if options.lacks(entry):
+        raise DataError(
+            "this diagnostic needs rows that are trusted",
+            got="validation rows that are drawn from the training rows"
+            if options.validation_rows
+            else "none",
+            why="it compares the training rows with them, and rows of one file do not differ",
+            remedy="--validation_file FILE",
+        )
 
 
 def _run_each(
@@ -133,7 +156,9 @@ def _run_each(
             print(f"[{number}/{len(own)}] {entry.name}: {entry.question}", file=sys.stderr)
         start = time.monotonic()
         try:
-            diagnosis = _diagnosed(options, entry, own[entry.name], subject)
+            _require_files(entry, options)
+            own_subject = subject.resized(folder=place)
+            diagnosis = _diagnosed(options, entry, own[entry.name], own_subject)
         except Exception as error:
             if len(own) == 1 or isinstance(error, OSError) or options.traceback:
                 raise
@@ -147,7 +172,7 @@ def _run_each(
 
 def _diagnosed(options: DiagnoseOptions, entry: Entry, own: Any, subject: Subject) -> Diagnosis:
     """The largest diagnosis within the budget, or of all sizes where there is none."""
-    seconds = options.seconds
+    seconds = options.seconds if entry.rounds else None
     try:
         return diagnosed_before(
             None if seconds is None else time.monotonic() + seconds,
@@ -185,6 +210,8 @@ def _reason(error: Exception) -> str:
 def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
     print(f"{diagnosis.name} ({how_long}): {diagnosis.question}")
     print(f"  {diagnosis.conclusion}")
+    if diagnosis.next_command:
+        print(f"  next: {diagnosis.next_command}")
     print(f"  files: {folder.path / diagnosis.name}", flush=True)
 
 
@@ -244,7 +271,9 @@ class _Folder:
     def keep(self, diagnosis: Diagnosis, seconds: float) -> None:
         """Write a diagnosis, and the page with it."""
         place = self.path / diagnosis.name
-        shutil.rmtree(place, ignore_errors=True)  # half of one, of a killed process
+        for half in place.glob("*"):  # of a killed process; folders hold finished parts
+            if half.is_file():
+                half.unlink()
         diagnosis.save(place)
         self.diagnostics[diagnosis.name]["seconds"] = round(seconds, 1)
         self._write()
@@ -261,9 +290,15 @@ class _Folder:
         shown = [entry for entry in DIAGNOSTICS if entry.name in self.diagnostics]
         finished = [one.name for one in shown if Diagnosis.finished(self.path / one.name)]
         done = {name: Diagnosis.load(self.path / name) for name in finished}
-        page = render_page(
-            f"How far to trust the values: {'/'.join(model.parts[-2:])}",
+        title, lead = (
+            "How far to trust the values:",
             f"{len(done)} of {len(shown)} diagnoses. {LEAD}",
+        )
+        if len(shown) == 1:
+            title, lead = shown[0].question, shown[0].lead or lead
+        page = render_page(
+            f"{title} {'/'.join(model.parts[-2:])}",
+            lead,
             [
                 section_of(
                     entry.name,
@@ -413,6 +448,7 @@ def prepare(options: DiagnoseOptions) -> tuple[Subject, dict[str, Any], list[str
         **{name: value for name in _SAME if (value := getattr(options, name)) is not None},
         progress=not options.quiet,
         names={key: name for key, name in names.items() if name is not None},
+        words=options.words,
     )
     return subject, _settings(subject, options) | digests, notes
 
@@ -510,9 +546,11 @@ def _other(model: nn.Module, options: DiagnoseOptions, path: str, flag: str) -> 
 
 def _settings(subject: Subject, options: DiagnoseOptions) -> dict[str, Any]:
     """Settings on which the numbers depend, by name; a resumed run must have the same."""
-    reference, fisher = subject.reference, options.fisher_file
+    reference, fisher, config = subject.reference, options.fisher_file, subject.config
+    of_walks = ("walk_steps", "walk_learning_rate") if config.estimator == WALK else ()
     return {
         **subject.settings(),
+        **{name: getattr(config, name) for name in of_walks},
         "batch_size": subject.batch_size,
         **{name: getattr(subject, name) for name in SIZES},
         "tuning_rate": subject.rate,

@@ -19,6 +19,7 @@ Nothing here imports torch or transformers: ``--help`` is quick.
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import logging
 import os
@@ -87,7 +88,15 @@ def run_program(
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in commands:
         parser = _parser(name, about, examples, commands)
-        parser.parse_args(words)  # --help, --version, or no such command: it ends here
+        if not words:
+            parser.print_help(sys.stderr)
+            return 2
+        if not words[0].startswith("-"):
+            close = difflib.get_close_matches(words[0], commands, n=1)
+            meant = f"; did you mean '{close[0]}'?" if close else "."
+            _say(name, f"there is no command '{words[0]}'{meant} Commands: {', '.join(commands)}")
+            return 2
+        parser.parse_args(words)  # --help, --version, or no such option: it ends here
         words = [word for word in words if word != "--"]
     command, *rest = words
     rest = spelled(rest)

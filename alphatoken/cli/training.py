@@ -1,4 +1,4 @@
-"""Parts that ``alphatoken sft`` and ``dpo`` share: help, checks, training, and resuming."""
+"""Parts that ``alphatoken sft``, ``dpo`` and ``race`` share: help, checks, training, resuming."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from typing import Any
 
 from alphatoken.cli.program import CommandParser, add_option, kinds_of
 from alphatoken.cli.recipes import accelerate_config, packaged_recipes
-from alphatoken.cli.training_options import RowArguments, RunArguments
+from alphatoken.cli.training_options import RaceArguments, RowArguments, RunArguments
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.train.fields import AlphaFields, PairFields
 
 __all__ = [
     "build_trainer",
     "check_launch",
+    "check_output",
+    "clear_output",
     "help_text",
+    "load_data",
     "load_tokenizer",
+    "make_trainer",
     "model_options",
     "require_libraries",
     "run_dpo",
     "run_sft",
+    "train",
     "trainer_of",
     "vocabulary_of",
 ]
@@ -92,7 +97,7 @@ def _run(command: str, words: Sequence[str]) -> int:
     check_launch(arguments)
     # Nothing of an earlier run goes before all that can be refused has been.
     clear_output(arguments)
-    _train(arguments, trainer)
+    train(arguments, *build_trainer(arguments, trainer))
     return 0
 
 
@@ -106,35 +111,48 @@ _EXAMPLES = {
         "      --validation_file clean.jsonl --output_dir out",
     ),
     "dpo": ("  alphatoken dpo --config laptop-dpo --train_file pairs.jsonl --output_dir out",),
+    "race": (
+        "  alphatoken race --config laptop-sft --train_file rows.jsonl \\",
+        "      --validation_file clean.jsonl --output_dir out",
+    ),
 }
+
+_ABOUT = """\
+Alpha-{0}: TRL's trainer with a gradient weighted by token value. A recipe sets
+options, the command line overrides them."""
+_RACE = """\
+Short runs from one start, compared on trusted rows that none of them has seen; the winner trains
+to the end. Arms are policies with their options; without any, training on every token against the
+80 % of highest walk value. Options are those of `alphatoken sft`; with --dpo, of `dpo`."""
 
 
 def help_text(command: str) -> str:
-    """Text of ``alphatoken sft --help`` or ``dpo --help``: our options, and where TRL's are."""
+    """Text of ``alphatoken sft --help``, ``dpo`` or ``race``: our options, and where TRL's are."""
+    trl = "sft" if command == "race" else command
     recipes = [
         f"  {recipe.name:20}  {recipe.about}".replace("%", "%%")
         for recipe in packaged_recipes()
-        if recipe.command in (None, command)
+        if recipe.command in (None, trl)
     ]
     # Made of fields alone, without importing torch or TRL, so that it is there at once.
     parser = CommandParser(
         command,
         description=f"""\
-Alpha-{command.upper()}: TRL's trainer with a gradient weighted by token value. A recipe sets
-options, the command line overrides them.
+{_RACE if command == "race" else _ABOUT.format(command.upper())}
 
 usage: alphatoken {command} [--config RECIPE] --model_name_or_path MODEL --train_file FILE
            --output_dir FOLDER [options]
 
-Beside those below, all of TRL's {command.upper()}Config, ModelConfig and ScriptArguments work:
-https://huggingface.co/docs/trl/{command}_trainer""",
+Beside those below, all of TRL's {trl.upper()}Config, ModelConfig and ScriptArguments work:
+https://huggingface.co/docs/trl/{trl}_trainer""",
         epilog="\n".join(["recipes", *recipes, "", "examples", *_EXAMPLES[command]]),
     )
     parser.add_argument(
         "--config", metavar="RECIPE", help="YAML file or packaged recipe; repeated, the last wins"
     )
     kinds: dict[str, type] = {"rows": RowArguments, "this command": RunArguments}
-    kinds |= {"pairs": PairFields} if command == "dpo" else {}
+    kinds |= {"pairs": PairFields} if command != "sft" else {}
+    kinds = {"the race": RaceArguments} | kinds if command == "race" else kinds
     kinds |= {"token values": AlphaFields}
     for title, kind in kinds.items():
         group, field_kinds = parser.add_argument_group(title), kinds_of(kind)
@@ -200,7 +218,7 @@ def check_launch(arguments: Any) -> None:
     """
     if any(key in os.environ for key in _INSIDE):
         return
-    own = ["-m", "alphatoken.cli", arguments.command, *arguments.words]
+    own = ["-m", "alphatoken.cli", arguments.name, *arguments.words]
     name = arguments.run.accelerate_config
     if name not in (None, "none"):
         path = accelerate_config(name)[0]
@@ -231,10 +249,11 @@ def check_launch(arguments: Any) -> None:
 # --- training -----------------------------------------------------------------------------------
 
 
-def _train(arguments: Any, kind: type[Any]) -> None:
-    trainer, notes = build_trainer(arguments, kind)
+def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = False) -> None:
+    """Train to the end, and write the model; ``going_on`` from what is in the output folder."""
     args, first = arguments.training, trainer.accelerator.is_main_process
-    going_on = args.resume_from_checkpoint or ("auto" if arguments.run.resume else None)
+    resume = "auto" if arguments.run.resume or going_on else None
+    resume = args.resume_from_checkpoint or resume
     notes += [
         f"{name} of the recipe gives way to other options of this run: it is "
         f"{getattr(args, name, None)!r} here"
@@ -244,7 +263,7 @@ def _train(arguments: Any, kind: type[Any]) -> None:
         print(f"note: {note}", file=sys.stderr)
     try:
         allowed = arguments.run.allow_changed or ()
-        trainer.train(resume_from_checkpoint=going_on, allow_changed=allowed)
+        trainer.train(resume_from_checkpoint=resume, allow_changed=allowed)
     except KeyboardInterrupt:
         saved = any(Path(args.output_dir).glob("checkpoint-*"))
         raise KeyboardInterrupt(
@@ -287,14 +306,29 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     Raises:
         AlphaTokenError: model or data cannot be used.
     """
+    tokenizer, datasets, notes = load_data(arguments)
+    return make_trainer(arguments, kind, tokenizer, datasets), notes
+
+
+def load_data(arguments: Any) -> tuple[Any, dict[str, Any], list[str]]:
+    """Tokenizer and data sets of the run, and what is to be said about the data.
+
+    Raises:
+        AlphaTokenError: tokenizer or data cannot be used.
+    """
+    from alphatoken.cli.training_rows import load_run_data
+
+    tokenizer = load_tokenizer(arguments)
+    return tokenizer, *load_run_data(arguments, tokenizer, vocabulary_of(arguments))
+
+
+def make_trainer(arguments: Any, kind: type[Any], tokenizer: Any, datasets: dict[str, Any]) -> Any:
+    """The trainer of these data sets, with its model."""
     from trl.trainer.utils import get_peft_config, get_quantization_config
 
-    from alphatoken.cli.training_rows import load_run_data
     from alphatoken.model.loading import freeze_unreached
 
     args, model = arguments.training, arguments.model
-    tokenizer = load_tokenizer(arguments)
-    datasets, notes = load_run_data(arguments, tokenizer, vocabulary_of(arguments))
     if arguments.command == "sft":
         args.assistant_only_loss = False  # the labels of the rows are those of it already
     args.model_init_kwargs = model_options(arguments)
@@ -310,7 +344,7 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
             **datasets,
         )
     freeze_unreached(trainer.model)
-    return trainer, notes
+    return trainer
 
 
 def vocabulary_of(arguments: Any) -> int | None:

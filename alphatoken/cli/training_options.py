@@ -1,4 +1,4 @@
-"""Options of ``sft`` and ``dpo`` beside TRL's: sources of rows, and actions of the command.
+"""Options of ``sft``, ``dpo`` and ``race`` beside TRL's: rows, and actions of the command.
 
 Nothing here imports TRL, so that ``--help`` is quick; ``arguments`` joins them with TRL's.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from alphatoken.race.options import RaceConfig
 from alphatoken.score.options import ColumnOptions, LeftOutOptions, ReadingOptions
 from alphatoken.support.options import option, same_option
 
@@ -88,3 +89,17 @@ class RunArguments:
         "ddp, fsdp2, zero2 of ours; 'none' for one process.",
     )
     traceback: bool = option(False, "Show the whole traceback of an error.")
+
+
+@dataclass
+class RaceArguments(RaceConfig):
+    """Options of ``alphatoken race`` beside those of a run."""
+
+    arms: list[str] | None = same_option(RaceConfig, "arms")
+    choosing_file: str | None = option(
+        None, "FILE of the choosing rows; without it they are set aside of the validation rows."
+    )
+    retention_file: str | None = option(
+        None, "FILE of rows of what the model knew before, measured at each look as well."
+    )
+    dpo: bool = option(False, "The run is that of `alphatoken dpo`: rows are pairs.")

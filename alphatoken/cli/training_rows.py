@@ -12,6 +12,7 @@ from typing import Any
 
 from alphatoken import FisherDrift
 from alphatoken.cli.arguments import Arguments
+from alphatoken.cli.race_rows import left_out_columns, read_choosing, rows_of_race
 from alphatoken.cli.training_options import SOURCES
 from alphatoken.data import (
     EncodeOptions,
@@ -111,9 +112,10 @@ def _refused_rows(arguments: Arguments) -> Iterator[ConfigError]:
             remedy="--validation_file FILE, of a few clean rows of the target",
         )
     clean_first = args.policy == "validation-first"
-    if clean_first and data.validation_file is None:
+    if args.policy in ("validation-first", "validation-mix") and data.validation_file is None:
+        place = "first" if clean_first else "in every step"
         yield ConfigError(
-            "policy 'validation-first' trains on a few clean rows of the target first",
+            f"policy '{args.policy}' trains on a few clean rows of the target {place}",
             got="no --validation_file",
             why="rows drawn from the training rows are no cleaner than those",
             remedy="--validation_file FILE",
@@ -175,6 +177,9 @@ class RowReader:
         )
         template = getattr(self.tokenizer, "chat_template", None) is not None
         self.chat = self.how.chat_template and template
+        # Columns by which arms of a race leave training rows out, and their entries by item.
+        self.columns = () if arguments.race is None else left_out_columns(arguments.race)
+        self.entries: dict[int, dict[str, str]] = {}
 
     def training_rows(self) -> list[Item]:
         """Training rows from the file, the hub, or a mixture of data sets."""
@@ -247,6 +252,8 @@ class RowReader:
         item = self._item(record, index, place, survey, optional=name != "training")
         if self.needs_weights and name == "training" and not is_weighted(item):
             survey.notes[WEIGHTLESS] += 1
+        if self.columns and name == "training":
+            self.entries[id(item)] = {column: str(record.get(column)) for column in self.columns}
         if (problem := self._problem(item)) is None:
             return item
         if self.data.on_empty == "error":
@@ -423,10 +430,15 @@ def load_run_data(
     }
     own = {name: reader.file_rows(file, name) for name, file in sources.items() if file is not None}
     fitted = None if data.fisher_file is None else FisherDrift.load(data.fisher_file)
-    pools, notes = _separate(arguments, validation, fisher, train, own, fitted)
+    choosing, notes = read_choosing(arguments, reader.file_rows, {"training": train, **own})
+    pools, pool_notes = _separate(arguments, validation, fisher, train, own, fitted)
+    notes += pool_notes
     if evaluates(arguments):
         pools["eval"] = reader.file_rows(data.eval_data or "", "evaluation")
     names = ("train", "eval", "validation", "retention", "fisher")
+    race: dict[str, Any] = {}
+    if arguments.race is not None:
+        race = rows_of_race(arguments, reader.file_rows, pools, choosing, notes)
     weighed = reader.weights != "refused"
     rows = {
         name: reader.dataset(items, weighed=weighed and name == "train")
@@ -434,7 +446,11 @@ def load_run_data(
         else None
         for name in names
     }
-    return {**{f"{name}_dataset": own for name, own in rows.items()}, "fisher": fitted}, notes
+    rows |= {name: reader.dataset(items) for name, items in race.items()}
+    datasets = {**{f"{name}_dataset": own for name, own in rows.items()}, "fisher": fitted}
+    if reader.columns:
+        datasets["train_entries"] = [reader.entries[id(item)] for item in pools["train"]]
+    return datasets, notes
 
 
 # --- how many rows are held out -----------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Diagnostics: how far values can be trusted on the user's own model.
+"""Diagnostics: the user's own rows before training, and how far values can be trusted.
 
 **The diagnostics** (``alphatoken diagnose NAME``; ``DIAGNOSTICS`` lists them): one file each.
 
+- ``data``: whether the rows differ from the rows that are trusted.
 - ``estimators``: every estimator against exact values, at its price. ``utility``: predicted against
   actual change of the loss after one step (eq. local_utility_def). ``value_propagation``: how much
   of the flow between tokens Value-Propagation sees (eq. app_value_path_bound).
@@ -24,9 +25,11 @@ otherwise only tests and benchmarks may; no trainer. **Tests**: planted cases wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from alphatoken.errors import ConfigError
 from alphatoken.support.options import check_options
@@ -59,12 +62,20 @@ class Entry:
         question: what it answers.
         needs_retention: True if it cannot do without rows of what must not be forgotten.
         needs_sklearn: True if it cannot do without scikit-learn.
+        needs_trusted: True if it cannot do without validation rows of their own file.
+        rounds: whether it reads less where a budget stops before.
+        lead: sentences at the top of a page that shows it alone; "" for those of all.
+        defaults: shared options -> its own defaults of them, by the names of their flags.
     """
 
     name: str
     question: str
     needs_retention: bool = False
     needs_sklearn: bool = False
+    needs_trusted: bool = False
+    rounds: bool = True
+    lead: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> ModuleType:
         """Import its module, which has ``Options`` and ``diagnose(subject, options=None)``."""
@@ -73,6 +84,14 @@ class Entry:
 
 
 DIAGNOSTICS = (
+    Entry(
+        "data",
+        "Do my rows look like the rows that I trust?",
+        needs_trusted=True,
+        rounds=False,
+        lead="Answered before any training. A number in brackets is a 95 % interval over rows.",
+        defaults={"estimator": "walk", "fisher_prompts": 0},  # it fits no Fisher
+    ),
     Entry(
         "estimators",
         "Which estimator ranks my tokens as their true first-order utility does, at which cost?",

@@ -138,6 +138,7 @@ class Diagnosis:
         figures: pictures.
         notes: what was sampled or left out, and warnings.
         settings: what the numbers depend on.
+        next_command: what to run next, or "".
     """
 
     name: str
@@ -147,6 +148,7 @@ class Diagnosis:
     figures: tuple[Drawing, ...] = ()
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    next_command: str = ""
 
     def table(self, key: str) -> Table:
         """The table named ``key``; KeyError if there is none."""
@@ -254,10 +256,15 @@ def section_of(
         question,
         spoken,
         verdict=diagnosis.conclusion,
-        html="".join([page.pictures_html(pictures), *tables]),
+        html="".join([_next_html(diagnosis), page.pictures_html(pictures), *tables]),
         notes=diagnosis.notes,
         settings={k: v for k, v in diagnosis.settings.items() if (shared or {}).get(k) != v},
     )
+
+
+def _next_html(diagnosis: Diagnosis) -> str:
+    command = escape(diagnosis.next_command)
+    return f'<p>Next:</p><code class="command">{command}</code>' if command else ""
 
 
 def _table_html(table: Table, question: str) -> str:

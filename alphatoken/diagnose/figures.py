@@ -1,8 +1,9 @@
-"""Figures as declarations: which columns of a table are drawn, and in which of five kinds.
+"""Figures as declarations: which columns of a table are drawn, and in which of six kinds.
 
     bars      a mark with its interval in each row of the table, beside the row's name
     lines     marks with intervals, joined within a series
     scatter   many small marks
+    histogram shares of the rows of each series, by x
     grid      a coloured cell in each row of the table
     cloud     points whose places mean nothing but neighbourhood, each series with its ellipse
 
@@ -127,7 +128,7 @@ def draw(figure: Figure) -> Drawing:
 
 def _panels(figure: Figure) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Title and rows of each panel; rows without a number along y or x are left out."""
-    drawn = set[str]() if figure.kind == "grid" else {figure.x, figure.y}
+    drawn = set[str]() if figure.kind == "grid" else {figure.x, figure.y} - {""}
     records = [one for one in figure.table.records() if None not in map(one.get, drawn)]
     if isinstance(figure.facets, tuple):
         for name in figure.facets:
@@ -278,6 +279,30 @@ def _draw_guides(axes: Axes, figure: Figure) -> None:
             axes.set(xlim=limits[0], ylim=limits[1])
 
 
+# --- histograms -----------------------------------------------------------------------------------
+
+
+def edges_of(values: Numbers) -> Numbers:
+    """Edges of the bins that all series of a histogram share: about sqrt(n) of them, 8 to 40."""
+    bins = min(40, max(8, math.ceil(math.sqrt(len(values)))))
+    edges: Numbers = np.histogram_bin_edges(values, bins)
+    return edges
+
+
+def _draw_histogram(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
+    """Shares, not counts, since series differ in their number of rows."""
+    whole = [one[figure.x] for one in figure.table.records() if one[figure.x] is not None]
+    edges = edges_of(np.array(whole, dtype=float)).tolist()
+    for label, look, own in _series(figure, records):
+        values = [float(record[figure.x]) for record in own]
+        style: dict[str, Any] = {"edgecolor": COLOURS[look], "linestyle": DASHES[look]}
+        axes.hist(
+            values, edges, weights=np.full(len(values), 1 / len(values)), histtype="stepfilled",
+            facecolor=(COLOURS[look], 0.25), linewidth=1.4, label=label or None, **style,
+        )  # fmt: skip
+    _finish_axes(axes, figure, ([], []))
+
+
 # --- grids ----------------------------------------------------------------------------------------
 
 
@@ -376,6 +401,7 @@ _KINDS = {
     "bars": _draw_marks,
     "lines": _draw_marks,
     "scatter": _draw_marks,
+    "histogram": _draw_histogram,
     "grid": _draw_grid,
     "cloud": _draw_cloud,
 }

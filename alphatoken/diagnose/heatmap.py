@@ -168,10 +168,14 @@ def _columns(subject: Subject, rows: Sequence[Example]) -> Columns:
 # --- text in coloured boxes: letters of equal width, written as SVG -------------------------------
 
 
-def normalised(values: Numbers) -> Numbers:
-    """``v / max |v|``: in [-1, 1], sign and zero kept; zeros stay where all are zero."""
+def normalised(values: Numbers, full: float | None = None) -> Numbers:
+    """``v / max |v|``: in [-1, 1], sign and zero kept; zeros stay where all are zero.
+
+    With ``full`` that is the size of 1 and beyond, in place of the largest.
+    """
     largest = float(np.abs(values).max()) if len(values) else 0.0
-    return values / largest if largest > 0 else np.zeros_like(values)
+    largest = largest if full is None else full
+    return np.clip(values / largest, -1.0, 1.0) if largest > 0 else np.zeros_like(values)
 
 
 def ranged(values: Numbers) -> Numbers:
@@ -263,6 +267,8 @@ def heatmap_figure(
     data: Table,
     *,
     relative: bool = False,
+    full: Mapping[str, float] | None = None,
+    caption: str = "",
 ) -> Drawing:
     """Every panel of one row, two beside each other.
 
@@ -275,6 +281,9 @@ def heatmap_figure(
         data: what is drawn.
         relative: whether colours run from the lowest value of the response to its highest, as the
             paper's do, instead of telling signs.
+        full: title -> the size of a value that has full colour, by default the row's largest; for
+            rows that are compared with each other.
+        caption: what to look for, where the panels are no values of a selection.
     """
     prompt = prompt.replace("\n", " ")
     prompt = prompt if len(prompt) <= _PROMPT else "\u2026" + prompt[1 - _PROMPT :]
@@ -288,11 +297,12 @@ def heatmap_figure(
         if number and not number % 2:
             top, above = top + height, []  # the first two panels show the prompt
         height = _HEAD + _LINE * (lines + len(above))
-        low, high = _ends(values)
-        scale = f"full colour \u00b1{written(max(abs(low), abs(high)))}"
+        (low, high), size = _ends(values), (full or {}).get(title)
+        largest = max(abs(low), abs(high)) if size is None else size
+        scale = f"full colour \u00b1{written(largest)}{'' if size is None else ' and beyond'}"
         scale = f"light {written(low)}, dark {written(high)}" if relative else scale
         drawn.append(_written(left, top + 0.7 * _LINE, f"{title}   ({scale}{cut})"))
-        colours = ranged(values) if relative else normalised(values)
+        colours = ranged(values) if relative else normalised(values, size)
         drawn += _panel(pieces, colours, kept, above, left, top + _HEAD)
     width, height = 2 * _COLUMNS * _LETTER + 3 * _GAP, top + height
     svg = (
@@ -303,7 +313,7 @@ def heatmap_figure(
     return Drawing(
         data.key,
         f"Values over the text of {place}",
-        f"{_RELATIVE if relative else _SIGNED} Underlined tokens are kept.",
+        caption or f"{_RELATIVE if relative else _SIGNED} Underlined tokens are kept.",
         data,
         svg,
         f"Text of {place} with each response token coloured by its value, in panels: "

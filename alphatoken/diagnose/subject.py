@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,8 @@ class Subject:
         seed: of every draw.
         progress: as in ``Tracker``.
         names: what to call model and files in settings.
+        words: options of a command that name model and rows, for the next command to run.
+        folder: where a diagnostic keeps finished parts of its work; None keeps none.
     """
 
     model: nn.Module
@@ -147,6 +150,8 @@ class Subject:
     seed: int = 0
     progress: bool | ProgressSink | None = False
     names: Mapping[str, str] = field(default_factory=dict)
+    words: str = ""
+    folder: Path | None = None
     _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -376,6 +381,7 @@ def conclude(
     valued: Sequence[Example] = (),
     notes: Iterable[str] = (),
     settings: Mapping[str, Any] | None = None,
+    next_command: str = "",
 ) -> Diagnosis:
     """The diagnosis ``name`` of ``subject``; tables without rows and their figures are left out.
 
@@ -388,6 +394,7 @@ def conclude(
         valued: the rows that were valued, which a note counts.
         notes: what else was sampled or left out, and warnings.
         settings: of the diagnostic, beside those of the subject.
+        next_command: what to run next, or "".
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -401,6 +408,7 @@ def conclude(
         tuple(f if isinstance(f, Drawing) else draw(f) for f in shown),
         (*_about(subject, valued), *notes),
         {**subject.settings(), **(settings or {})},
+        next_command,
     )
 
 

@@ -5,12 +5,18 @@
 
 The value of a token along a walk is what its loss falls by: the label value along -D, averaged over
 the way, and exact for the whole of it. A second model may stand at the walk's end.
+
+    central:  e_k  =  (l_k(theta - D) - l_k(theta + D)) / 2  =  - <grad l_k(theta), D> + O(|D|^3)
+
+``walk_form="central"`` goes as far back as the walk went forth, and D' H_k D / 2, by which the two
+forms differ, cancels. Both ends belong to the start of the walk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +28,7 @@ from alphatoken.direction.algebra import Direction
 from alphatoken.direction.cache import DirectionCache, require_gradients, weights_age
 from alphatoken.direction.inputs import DirectionInputs
 from alphatoken.direction.objective import forward_losses, objective_value
-from alphatoken.errors import AlphaTokenWarning, UnsupportedError, warn_caller
+from alphatoken.errors import AlphaTokenWarning, ConfigError, UnsupportedError, warn_caller
 from alphatoken.estimate.differences import CHECKED_EVERY
 from alphatoken.estimate.estimator import Estimator, Recording, Side
 from alphatoken.estimate.temporary_weights import TemporaryWeights
@@ -36,7 +42,10 @@ from alphatoken.support.progress import Tracker
 from alphatoken.values import TokenValues
 
 End = dict[str, Tensor]
-"""Parameter name -> weight at the end of the walk; empty of a second model."""
+"""Parameter name -> weight at the end of the walk; empty of a second model. Of the central form
+also, under ``BEHIND`` and the name, its weight as far behind the start."""
+
+BEHIND = "behind:"
 
 
 LEARNING_RATE = 5e-5
@@ -126,7 +135,22 @@ def end_of_walk(inputs: DirectionInputs) -> dict[str, Tensor]:
             "away from them. Lower walk_learning_rate.",
             AlphaTokenWarning,
         )
-    return weights
+    return weights if config.walk_form == "one_sided" else {**weights, **_behind(inputs, weights)}
+
+
+def _behind(inputs: DirectionInputs, end: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``theta - D`` under ``BEHIND`` and the names; weights in 16 bits are rounded once."""
+    start = TemporaryWeights(inputs.adapter.model, end, inputs.scored.sharding).parts()
+    return {
+        f"{BEHIND}{name}": (2 * p.to(wide(p.dtype)) - end[name].to(wide(p.dtype))).to(p.dtype)
+        for name, p in start.items()
+    }
+
+
+def _ends(end: End) -> tuple[End, End]:
+    """(weights ahead, weights behind), by parameter name."""
+    behind = {n.removeprefix(BEHIND): p for n, p in end.items() if n.startswith(BEHIND)}
+    return {n: p for n, p in end.items() if not n.startswith(BEHIND)}, behind
 
 
 @contextmanager
@@ -146,15 +170,22 @@ class Walk(Estimator[End]):
     """``e_k = l_k(theta) - l_k(end)`` for every response token k, in nats, times its weight.
 
     One forward at the end, and one of the model as it is where the recording has no losses, or has
-    drawn random numbers.
+    drawn random numbers. Of the central form one at each end.
 
     Exactness: exact, up to the rounding of two forwards. Source: Rho-1 (excess loss);
-    CoLoR-Filter. Oracle: ``alphatoken.oracle.run.walk_values``.
+    CoLoR-Filter. Oracle: ``alphatoken.oracle.run.walk_values``, ``central_walk_values``.
     """
 
     def __init__(self, cache: DirectionCache[End]) -> None:
         super().__init__(cache)
         reference = self.inputs.arguments.reference
+        if reference is not None and self.inputs.config.walk_form != "one_sided":
+            raise ConfigError(
+                "a second model has nothing behind it",
+                got=f"walk_form={self.inputs.config.walk_form!r}, Scorer(reference=...)",
+                why="the central form goes back from the start of a walk as far as the walk went",
+                remedy="walk_form='one_sided', or leave reference out",
+            )
         self._reference = None if reference is None else find_adapter(reference)
         self._compared = 0  # recordings whose losses came with them
         self._prepared = 0  # uses of a second model
@@ -198,14 +229,21 @@ class Walk(Estimator[End]):
         self._compared = 0
 
     def _values(self, recording: Recording, direction: End, *, components: bool) -> TokenValues:
-        there = self._losses_at_end(direction, recording.batch)
+        ahead, behind = _ends(direction)
+        there = self._losses_at_end(ahead, recording.batch)
         here = self._losses(recording).to(there.device)
         self._compared += recording.losses is not None
         dtype = wide(here.dtype)
-        values = (here.to(dtype) - there.to(dtype)).masked_fill(~recording.batch.mask, 0.0)
+        values = here.to(dtype) - there.to(dtype)
+        if behind:
+            before = self._losses_at_end(behind, recording.batch)
+            values = (before.to(dtype) - there.to(dtype)) / 2
+        values = values.masked_fill(~recording.batch.mask, 0.0)
         if recording.token_weights is not None:
             values = values * recording.token_weights.to(values)
         whole = combine(undivided(values), None, mask=recording.batch.mask, estimator=WALK)
+        before = here.to(dtype).masked_fill(~recording.batch.mask, 0.0)
+        whole = replace(whole, losses=before)
         return whole if components else whole.total_alone()
 
     def _losses_at_end(self, end: End, batch: LabelledBatch) -> Float[Tensor, "b t"]:
@@ -252,7 +290,7 @@ class Walk(Estimator[End]):
                 why="its parameters need not be those of the model",
                 remedy="take score(); or walk there: leave reference out, with walk_steps",
             )
-        end = self.prepare()
+        end, _ = _ends(self.prepare())
         start = TemporaryWeights(self.adapter.model, end, self.scored.sharding).parts()
         m = {n: p.to(wide(p.dtype)) - end[n].to(wide(p.dtype)) for n, p in start.items()}
         return Direction(m, None, 0.0)

@@ -395,6 +395,23 @@ def walk_values(
     return batch_losses(forward_of(model), batch) - batch_losses(forward_of(end), batch)
 
 
+@torch.no_grad()
+def central_walk_values(
+    model: nn.Module, end: nn.Module, forward_of: ForwardOf, batch: Batch
+) -> Float[Tensor, "b t"]:
+    """``(l_k(theta - D) - l_k(theta + D)) / 2``, index i for token i, 0 off the response.
+
+    ``D`` leads from the weights of ``model`` to those of ``end``. To ``-<grad l_k, D>`` they are
+    equal up to ``O(|D|^3)``, where ``walk_values`` are up to ``O(|D|^2)``.
+
+    Exactness: exact. Source: central differences. Oracle of ``Scorer.score`` with
+    ``walk_form="central"``.
+    """
+    # theta - D is as far behind the start as the end is ahead of it
+    behind = _moved(model, end, -1.0)
+    return walk_values(behind, end, forward_of, batch) / 2
+
+
 def _moved(model: nn.Module, end: nn.Module, share: float) -> nn.Module:
     """A copy whose weights lie a share of the way from the one model to the other."""
     twin = copy.deepcopy(model)

@@ -21,7 +21,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.score.job import Job, load_job, on_device, prepare_job, save_job
 from alphatoken.score.options import ScoreOptions
 from alphatoken.score.results import write_results
-from alphatoken.score.values import COMPONENTS, ScoredExample, query_key, write_values
+from alphatoken.score.values import COMPONENTS, LOSS, ScoredExample, query_key, write_values
 from alphatoken.select.masks import keep_count
 from alphatoken.support.precision import float16_named
 from alphatoken.support.progress import Tracker, shown_progress
@@ -171,7 +171,8 @@ def value_block(
         DataError: a row that must not be passed over, or a file that cannot be written.
         ModelError: out of memory.
     """
-    block, size = job.block_rows(number), job.options.per_device_train_batch_size
+    block, options = job.block_rows(number), job.options
+    size, scope = options.per_device_train_batch_size, options.keep_scope
     examples, count = job.examples(block), max(_WINDOW // size, 1) * size
 
     def scored() -> Iterator[ScoredExample]:
@@ -181,7 +182,15 @@ def value_block(
             def share_done(share: float, first: int = first, last: int = last) -> None:
                 report(first + round(share * (last + 1 - first)))
 
-            yield from _score_window(job, scorer, window, share_done)
+            yield from score_rows(
+                scorer,
+                window,
+                size,
+                ratio=options.keep_ratio,
+                scope="batch" if scope == "dataset" else scope,
+                queries=len(options.query),
+                report=share_done,
+            )
 
     write_values(job.value_file(number), scored())
 
@@ -208,43 +217,62 @@ def _values_by_query(values: TokenValues, queries: int) -> dict[str, Tensor]:
     return {query_key(n): one for n, one in enumerate(values.by_batch().unbind(-1))}
 
 
-def _score_window(
-    job: Job, scorer: Scorer, examples: Sequence[Example], report: Callable[[float], None]
+def score_rows(
+    scorer: Scorer,
+    examples: Sequence[Example],
+    size: int,
+    *,
+    ratio: float,
+    scope: Literal["batch", "sequence"] = "batch",
+    queries: int = 0,
+    report: Callable[[float], None] = lambda _: None,
 ) -> Iterator[ScoredExample]:
     """Values of these rows, in their order, from batches of rows of like lengths.
 
-    Tokens are kept by the batches of the file's order. ``report`` is told the share that is done.
+    Args:
+        scorer: of the values.
+        examples: rows with a response.
+        size: rows of a batch.
+        ratio: share of the tokens to keep, by the batches of the file's order.
+        scope: within which tokens are ranked.
+        queries: number of queries, whose values are told apart.
+        report: is told the share that is done.
+
+    Raises:
+        ModelError: out of memory.
     """
-    size = job.options.per_device_train_batch_size
     # A padded position costs what a token costs. The longest rows come first: where they do not
     # fit into memory, that shows at once.
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].input_ids))
     scored: dict[int, ScoredExample] = {}
     for start in range(0, len(order), size):
         places = order[start : start + size]
-        rows = _score_batch(job, scorer, [examples[place] for place in places])
+        rows = _score_batch(scorer, [examples[place] for place in places], queries)
         scored |= zip(places, rows, strict=True)
         report(min(start + size, len(order)) / len(order))
     for start in range(0, len(order), size):
         batch = [scored[place] for place in range(start, min(start + size, len(order)))]
-        yield from _kept(job, batch)
+        yield from _kept(scorer, batch, ratio, scope)
 
 
-def _kept(job: Job, batch: Sequence[ScoredExample]) -> Iterator[ScoredExample]:
-    options = job.options
+def _kept(
+    scorer: Scorer,
+    batch: Sequence[ScoredExample],
+    ratio: float,
+    scope: Literal["batch", "sequence"],
+) -> Iterator[ScoredExample]:
     totals = pad_sequence([torch.from_numpy(one.values["total"]) for one in batch], True)
     labels = [torch.tensor(one.labels) for one in batch]
     mask = label_mask(pad_sequence(labels, True, padding_value=IGNORE))
-    scope = "batch" if options.keep_scope == "dataset" else options.keep_scope
-    with float16_named(job.model):
-        kept = select_top(totals, mask, options.keep_ratio, scope=scope).numpy()
+    with float16_named(scorer.arguments.model):
+        kept = select_top(totals, mask, ratio, scope=scope).numpy()
     for one, own in zip(batch, kept, strict=True):
         yield replace(one, kept=own[: len(one.ids)])
 
 
-def _score_batch(job: Job, scorer: Scorer, examples: Sequence[Example]) -> list[ScoredExample]:
+def _score_batch(scorer: Scorer, examples: Sequence[Example], queries: int) -> list[ScoredExample]:
     try:
-        values = scorer.score(on_device(collate(examples), job.model))
+        values = scorer.score(on_device(collate(examples), scorer.arguments.model))
     except torch.OutOfMemoryError as error:
         raise ModelError(
             "out of memory",
@@ -252,7 +280,7 @@ def _score_batch(job: Job, scorer: Scorer, examples: Sequence[Example]) -> list[
             remedy="a smaller --per_device_train_batch_size or --max_length",
         ) from None
     columns = {key: getattr(values, key) for key in COMPONENTS}
-    columns |= _values_by_query(values, len(job.options.query))
+    columns |= {LOSS: values.losses, **_values_by_query(values, queries)}
     present = {key: column for key, column in columns.items() if column is not None}
     # In one transfer, since each waits for the device.
     together = torch.stack(list(present.values())).cpu().numpy()

@@ -4,7 +4,8 @@ Columns: ``row`` (row of the training file, from 0), ``place`` (how a person fin
 ``response_tokens``, their number, and ``value_mean`` and ``value_sum`` of their totals; and lists
 with an entry a token: ``input_ids``, ``labels`` (-100: not learned), ``keep``, ``value`` (the
 total), and one list a component (:data:`alphatoken.score.COMPONENTS`); a component that the
-estimator does not split off is null. A run with queries adds ``query_1``, ``query_2``, ...:
+estimator does not split off is null. Values along a walk have ``loss``, the loss of each token
+before the walk. A run with queries adds ``query_1``, ``query_2``, ...:
 adaptation against each query alone. ``derivative`` and ``error`` say how label values were taken
 and how far they may be off. Prompt tokens are there, with value 0. Values of a training run have
 five columns more (:class:`alphatoken.score.Visits`): ``visits``, ``last_step``, ``branch``, and
@@ -56,6 +57,10 @@ COMPONENTS: dict[str, tuple[str, str]] = {
 order of the page."""
 
 
+LOSS = "loss"
+"""Key, and column, of the losses before a walk, which values along it are differences from."""
+
+
 def query_key(number: int) -> str:
     """Key, and column, of the values against query ``number``, from 0: "query_1" of the first."""
     return f"query_{number + 1}"
@@ -99,7 +104,8 @@ class ScoredExample:
         labels: their labels, -100 where nothing is learned.
         kept: (t,) boolean, True where the selection keeps the token.
         values: component key -> (t,) values; components that the estimator does not split off
-            are left out. Of a run with queries also ``query_key`` -> values against that query.
+            are left out. Of a run with queries also ``query_key`` -> values against that query;
+            of a walk also ``LOSS`` -> the losses before it.
         visits: of a training run, whose values are added up over them; None of any other.
         derivative: of label values, how they were differentiated, as in ``TokenValues``.
         error: of differences, the estimated relative error (norm over a batch of rows), as the
@@ -216,8 +222,8 @@ def _record(example: ScoredExample) -> Record:
 
 def _types(first: Record | None) -> dict[str, str]:
     """Columns of a file with such records -> their types, a list's as ``[type]``."""
-    queries = [name for name in first or () if name.startswith(_QUERY)]
-    values = [] if first is None else [first[name] for name in (*_COLUMNS.values(), *queries)]
+    further = [name for name in first or () if name == LOSS or name.startswith(_QUERY)]
+    values = [] if first is None else [first[name] for name in (*_COLUMNS.values(), *further)]
     single = bool(values) and all(v is None or v.dtype == np.float32 for v in values)
     number = "[float]" if single else "[double]"
     visits = {
@@ -235,7 +241,7 @@ def _types(first: Record | None) -> dict[str, str]:
         "keep": "[bool]",
         "derivative": "string",
         "error": "double",
-        **dict.fromkeys((*_COLUMNS.values(), *queries), number),
+        **dict.fromkeys((*_COLUMNS.values(), *further), number),
         **(visits if first is not None and "visits" in first else {}),
     }
 
@@ -343,7 +349,7 @@ def _example(record: Record) -> ScoredExample:
         values={
             _KEYS.get(column, column): values.copy()
             for column, values in record.items()
-            if column in _KEYS or column.startswith(_QUERY)
+            if column in _KEYS or column == LOSS or column.startswith(_QUERY)
         },
         visits=visits,
         derivative=record.get("derivative"),

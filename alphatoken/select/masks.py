@@ -195,3 +195,18 @@ def top_mask(values: NDArray[np.float64], ratio: float) -> NDArray[np.bool_]:
     kept: NDArray[np.bool_] = values > edge
     kept[np.flatnonzero(values == edge)[: count - kept.sum()]] = True
     return kept
+
+
+def fill_tokens(
+    order: NDArray[np.int64], tokens: NDArray[np.int64], ratio: float
+) -> NDArray[np.int64]:
+    """The fewest rows with at least ``ceil(ratio N)`` of all N tokens, in the order given.
+
+    Args:
+        order: numbers of rows, the first one taken first.
+        tokens: (R,) tokens of each row; N is their sum.
+        ratio: in (0, 1].
+    """
+    budget = keep_count(ratio, int(tokens.sum()))
+    filled = np.cumsum(tokens[order])
+    return order[: int(np.searchsorted(filled, budget, side="left")) + 1]

@@ -34,6 +34,7 @@ class TrainerInterface(_Base):
     model: Any
     processing_class: Any
     train_dataset: Any
+    data_collator: Any
     state: Any
     accelerator: Any
     optimizer: Any

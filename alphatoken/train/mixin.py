@@ -4,6 +4,7 @@
 
     __init__            the configuration as one of ours, then the parts of the run
     train               goes on from a checkpoint; afterwards, values and their page are written
+    get_train_dataloader   hands rows on uncollated where a policy adds some to each step
     get_batch_samples   lets the weigher plan the step, and puts the plan into each micro-batch
     training_step       takes the plan out of the micro-batch
     compute_loss        hands both to the weigher, whose loss the trainer descends
@@ -22,6 +23,7 @@ import copy
 import inspect
 import os
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,7 +54,7 @@ from alphatoken.train.manifest import (
     weights_fingerprint,
 )
 from alphatoken.train.policies import TRAINER_POLICIES, chosen_policy
-from alphatoken.train.policy import TokenPolicy, row_weights
+from alphatoken.train.policy import TokenPolicy, adds_rows, row_weights
 from alphatoken.train.policy_stage import prepare_policy
 from alphatoken.train.python_rows import WEIGHTS, check_left, plain_rows, require_rows
 from alphatoken.train.records import RunRecords, TrainMonitor
@@ -65,6 +67,7 @@ from alphatoken.train.refusals import (
 )
 from alphatoken.train.row_weights import weights_in_batches
 from alphatoken.train.run_rows import RunRows, prepare_run_rows
+from alphatoken.train.step_rows import StepRows
 from alphatoken.train.trainer_arguments import bind_arguments, load_model_and_tokenizer
 from alphatoken.train.trainer_loss import PLAN_KEY, MicroBatchPlan, TrainerLoss
 from alphatoken.train.valuation import Valuation
@@ -124,8 +127,12 @@ class AlphaTrainerMixin(TrainerInterface):
     LOSS: ClassVar[type[TrainerLoss]] = TrainerLoss
     """What there is to know of its loss."""
 
+    goes_on_later: bool = False
+    """Whether the run was stopped to go on later; it then writes its results at its own end."""
     _checkpoints: RunCheckpoints | None = None
     """Of the current call of ``train``, or of the last one; None before the first."""
+    _step_rows: StepRows | None = None
+    """Of a policy that adds rows to its steps."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check, where a trainer is below in the bases, that it has what it is hooked into."""
@@ -204,6 +211,7 @@ class AlphaTrainerMixin(TrainerInterface):
         self.add_callback(self.step_guard)
         self.args.check_policy(self._policy)
         columns = prepare_policy(self, self._policy, datasets["validation"])
+        self._step_rows = StepRows(self, self._policy) if adds_rows(self._policy) else None
         if self._policy.needs.values:
             self.say_objective()
             self.rows = prepare_run_rows(
@@ -324,21 +332,25 @@ class AlphaTrainerMixin(TrainerInterface):
         self.add_callback(run)
         path = None if run.resuming is None else str(run.resuming)
         result = super().train(path, trial, ignore_keys_for_eval)
-        if self.weigher is not None:
+        if self.weigher is not None and not self.goes_on_later:
             self.records.write_results()
         return result
 
     def get_train_dataloader(self) -> Any:
-        """The loader of training batches, with the weights of their rows where they are read."""
-        if self.row_weights == "refused":
-            return super().get_train_dataloader()
-        with weights_in_batches(self, *self.weights_collator()):
+        """The trainer's own; with weights of rows, or not collated yet, for policies that ask."""
+        with ExitStack() as stack:
+            if self.row_weights != "refused":
+                stack.enter_context(weights_in_batches(self, *self.weights_collator()))
+            if self._step_rows is not None:
+                stack.enter_context(self._step_rows.uncollated())
             return super().get_train_dataloader()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Micro-batches of one step, each with what the weigher's plan decided of it."""
+        if self._step_rows is not None:
+            epoch_iterator = self._step_rows.joined(epoch_iterator, num_batches)
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         # transformers loads a resumed run's random state after this call, and a plan draws.
         if self._checkpoints is not None and self._checkpoints.resuming is not None:

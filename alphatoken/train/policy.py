@@ -25,6 +25,7 @@ from torch import Tensor
 
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.attention import AttentionStatistics
+from alphatoken.model.batch import IGNORE
 from alphatoken.select.masks import keep_count, select_top
 from alphatoken.support.precision import refuse_first
 
@@ -254,6 +255,15 @@ class TokenPolicy:
         """Rows to train on, for methods that choose samples; None for all."""
         return None
 
+    # --- at an optimizer step ---------------------------------------------------------------------
+
+    def step_rows(self, step: int) -> Sequence[Mapping[str, Any]]:
+        """Tokenised rows that a step trains on beside its own, over all processes.
+
+        A function of the step alone, the same on every process. See ``train.step_rows``.
+        """
+        return ()
+
     # --- at a micro-batch -------------------------------------------------------------------------
 
     def scores(self, batch: PolicyBatch) -> Tensor:
@@ -369,9 +379,19 @@ class TokenPolicy:
         return None
 
 
+def response_tokens(row: Mapping[str, Any]) -> int:
+    """Response tokens of a tokenised row, as trainers count them: nothing predicts its first."""
+    return sum(label != IGNORE for label in row.get("labels", row["input_ids"])[1:])
+
+
 def chooses_rows(policy: TokenPolicy) -> bool:
     """True if it trains on some of the rows only."""
     return type(policy).choose_rows is not TokenPolicy.choose_rows
+
+
+def adds_rows(policy: TokenPolicy) -> bool:
+    """True if its steps train on rows beside their own."""
+    return type(policy).step_rows is not TokenPolicy.step_rows
 
 
 def has_pass(policy: TokenPolicy) -> bool:

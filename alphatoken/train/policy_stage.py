@@ -29,6 +29,7 @@ from alphatoken.train.policies.builtin import RATIO_POLICIES
 from alphatoken.train.policies.trained_weights import copied
 from alphatoken.train.policy import Columns, PolicyStage, TokenPolicy, has_pass
 from alphatoken.train.python_rows import plain_rows
+from alphatoken.train.refusals import check_tokens
 from alphatoken.train.trainer_loss import selecting
 
 _PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -162,12 +163,15 @@ def _write_policy(args: Any, policy: TokenPolicy) -> None:
 
 def _stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> PolicyStage:
     options = trainer.args
-    asks_for_validation = policy.needs.validation
+    validation_rows: Sequence[Mapping[str, Any]] = ()
+    if policy.needs.validation:
+        validation_rows = trainer.prepare_rows(validation, "validation")
+        check_tokens(validation_rows, trainer.model, "validation")
     can_train_copies = layout(trainer.accelerator) == "single" and policy.family != "preference"
     return PolicyStage(
         model=trainer.model,
         rows=TrainingRows(trainer),
-        validation=trainer.prepare_rows(validation, "validation") if asks_for_validation else (),
+        validation=validation_rows,
         row_batch=trainer.row_batch,
         folder=cache_folder(options.policy_cache, options.output_dir, "policies"),
         batch_size=options.per_device_eval_batch_size,

@@ -17,6 +17,7 @@ from alphatoken.direction.objective import (
     objective_value,
     scoring_forward,
 )
+from alphatoken.estimate.walk import BEHIND
 from alphatoken.model.batch import (
     LabelledBatch,
     has_response,
@@ -100,7 +101,7 @@ class Valuation:
                 self._walk = None
                 self._scorer.pin(("step", self._built))
                 parameters = self._scorer.scored.parameters
-                ends = {name: t.to(parameters[name].device) for name, t in end.items()}
+                ends = {n: t.to(parameters[n.removeprefix(BEHIND)].device) for n, t in end.items()}
                 self._scorer.estimator.cache.keep(ends)
         return self._scorer
 

@@ -34,6 +34,7 @@ Entry = dict[str, Any]
 MODELS = {
     "smollm2": "SmolLM2-135M-Instruct",
     "long": "SmolLM2-135M-Instruct, hundreds of steps",
+    "rivals": "SmolLM2-135M-Instruct, rivals of a walk",
     "long_lora": "SmolLM2-135M-Instruct, LoRA, hundreds of steps",
     "long_gemma3": "Gemma 3 270M, hundreds of steps",
     "lora": "SmolLM2-135M-Instruct, LoRA",
@@ -111,7 +112,7 @@ def write_report(work: Path, docs: Path = DOCS) -> Path:
         }
         if name == "long":
             draw_over_steps(over_steps(tasks), docs / "selection-steps.svg")
-        elif "-draw" not in name and "long" not in name:
+        elif "-draw" not in name and "long" not in name and name != "rivals":
             drawn |= {f"{model}: {task}": entries for task, entries in tasks.items()}
         if finding := load(RESULTS / f"finding-{name}.json"):
             report["finding"][name] = finding

@@ -10,6 +10,7 @@
     oracle-*         what of a dirty task is clean: the most that any selection could find
     general          other general instructions than those that retention is measured on
     long-*           all other rows of the same kinds, for runs of hundreds of steps
+    long-words-10    those with 10 % of the words replaced
     validation-*     more clean rows, of which the first are those of validation
 
 Every task keeps its target, validation and selection rows clean. Retention is measured on general
@@ -18,6 +19,7 @@ instructions and stories that nothing is trained on.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -38,6 +40,7 @@ SIZES = {"train": 320, "validation": 16, "choosing": 16}
 
 TARGET, GENERAL, STORIES = 40, 20, 8
 DIRT = 0.3
+LITTLE_DIRT, LITTLE = 0.1, "long-words-10.jsonl"
 FLIPPED = 0.25
 
 
@@ -75,7 +78,16 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     _pairs(folder, generator)
     excluded = [*parts["validation"], *parts["choosing"], *target, *general["retention"]]
     _long(folder, {row["prompt"] for row in excluded}, parts["validation"], seed)
+    write_little_dirt(folder, seed)
     _of_library(folder, seed)
+
+
+def write_little_dirt(folder: Path, seed: int = 0) -> None:
+    """The clean rows of long runs with little dirt, by a draw of its own: other files stay."""
+    lines = (folder / "long-clean.jsonl").read_text(encoding="utf-8").splitlines()
+    generator = random.Random(f"long words 10 {seed}")
+    words, _ = replaced([json.loads(line) for line in lines], LITTLE_DIRT, generator)
+    write_jsonl(folder / LITTLE, words)
 
 
 def _long(folder: Path, excluded: set[str], validation: Sequence[Row], seed: int) -> None:

@@ -24,6 +24,8 @@ from benchmarks.selection.rows import (
     FLIPPED,
     GENERAL,
     LETTERS,
+    LITTLE,
+    LITTLE_DIRT,
     SIZES,
     STORIES,
     TARGET,
@@ -62,11 +64,18 @@ def synchronised(folder: Path, cells_of: Callable[[Grid], Sequence[Cell]] = all_
     try:
         grid = read_grid(*parse(["--config", config, "--output_dir", str(folder)]))
         cells, place, path = cells_of(grid), GridFolder(folder), RESULTS / f"{folder.name}.jsonl"
-        restore(cells, place, path)
+        for one in _on_rows(draw):
+            restore(cells, place, one)
         keep(cells, place, path)
     finally:
         os.environ["SELECTION_ROWS"] = before
     return grid
+
+
+def _on_rows(draw: str) -> list[Path]:
+    """Results of all grids on one draw of rows; a cell of the same digest has the same result."""
+    files = sorted(RESULTS.glob("*.jsonl"))
+    return [file for file in files if file.stem.partition("-")[2] == draw]
 
 
 def digest_of(cell: Cell, others: Mapping[str, Cell]) -> str:
@@ -84,6 +93,8 @@ def digest_of(cell: Cell, others: Mapping[str, Cell]) -> str:
             text = text.replace(os.environ[name], f"${name}")
     if "pairs-flipped" in text:
         text += f" pairs-flipped {FLIPPED}"
+    if LITTLE in text:
+        text += f" {LITTLE} {LITTLE_DIRT}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -13,7 +13,16 @@ from alphatoken_lab.commands.compare import parse
 from alphatoken_lab.runner.grid import all_cells
 from alphatoken_lab.runner.grid_file import read_grid
 from benchmarks.selection.report import HYPOTHESES, apart, difference
-from benchmarks.selection.rows import DIRT, FLIPPED, LETTERS, write_rows
+from benchmarks.selection.rows import (
+    DIRT,
+    FLIPPED,
+    LETTERS,
+    LITTLE,
+    LITTLE_DIRT,
+    write_little_dirt,
+    write_rows,
+)
+from benchmarks.selection.store import PLACES
 
 GRIDS = sorted((Path(__file__).parents[2] / "benchmarks" / "selection").glob("*.yaml"))
 
@@ -55,6 +64,15 @@ def test_the_dirt_is_what_it_is_said_to_be(rows: Path) -> None:
         assert all(a == b for a, b, bad in pairs if not bad)
         count, total = count + sum(mark["replaced"]), total + len(mark["replaced"])
     assert count / total == pytest.approx(DIRT, abs=0.02)
+    clean, little = lines(rows / "long-clean.jsonl"), lines(rows / LITTLE)
+    words_of = [[row["response"].split() for row in part] for part in (clean, little)]
+    assert [row["prompt"] for row in clean] == [row["prompt"] for row in little]
+    pairs_of_words = [
+        (a, b) for one, two in zip(*words_of, strict=True) for a, b in zip(one, two, strict=True)
+    ]
+    other = sum(a != b for a, b in pairs_of_words) / len(pairs_of_words)
+    assert other == pytest.approx(LITTLE_DIRT, abs=0.01)  # some words are replaced by themselves
+    clean = lines(rows / "clean.jsonl")
     swapped = lines(rows / "noisy-responses.jsonl")
     dirty = [mark["exchanged"] for mark in lines(rows / "noisy-responses-marks.jsonl")]
     assert sum(dirty) == round(DIRT * len(clean))
@@ -67,6 +85,13 @@ def test_the_dirt_is_what_it_is_said_to_be(rows: Path) -> None:
     turned = sum(a["chosen"] != b["chosen"] for a, b in zip(pairs_, flipped, strict=True))
     assert turned == round(FLIPPED * len(pairs_))
     assert all(len(r["prompt"]) + len(r["response"]) <= LETTERS for r in clean)
+
+
+def test_little_dirt_is_drawn_by_itself(rows: Path, tmp_path: Path) -> None:
+    """Beside the files of an earlier version, of which none is read but the clean rows."""
+    (tmp_path / "long-clean.jsonl").write_bytes((rows / "long-clean.jsonl").read_bytes())
+    write_little_dirt(tmp_path)
+    assert (tmp_path / LITTLE).read_bytes() == (rows / LITTLE).read_bytes()
 
 
 # --- intervals ------------------------------------------------------------------------------------
@@ -103,6 +128,23 @@ def test_a_grid_can_be_read_and_every_try_is_counted(grid: Path) -> None:
     found = read_grid(*parse(["--config", str(grid)]))
     tried = Counter((cell.task, cell.policy) for cell in all_cells(found) if cell.tried)
     assert set(tried.values()) == {len(values) for values in found.tune.values()}
+
+
+def test_rivals_are_trained_as_long_runs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells of one name have the same options, on a processor without an accelerator."""
+    for name in PLACES:
+        monkeypatch.setenv(name, f"/{name.lower()}")
+    grids = (
+        read_grid(*parse(["--config", str(GRIDS[0].parent / f"{name}.yaml")]))
+        for name in ("rivals", "long")
+    )
+    rivals, long = ({c.name: dict(c.options) for c in all_cells(grid)} for grid in grids)
+    common = rivals.keys() & long.keys()
+    assert {name.partition("/")[0] for name in common} == {
+        "words-120", "words-400", "clean-400", "responses-400", "mixed-400"
+    }  # fmt: skip
+    for name in common:
+        assert rivals[name] == {**long[name], "use_cpu": True}, name
 
 
 @pytest.mark.usefixtures("anywhere")

@@ -487,8 +487,13 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> Non
         assert error.startswith("alphatoken: ")
         assert error.endswith("Remedy: alphatoken score --help.\n")
         assert error.count("\n") == 1
-    for words in (["dance"], []):
-        with pytest.raises(SystemExit) as end:
-            main(words)
-        assert end.value.code == 2
-        assert "usage: alphatoken" in capsys.readouterr().err
+    assert main(["scores"]) == main(["xyz"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "no command 'scores'; did you mean 'score'? Commands: score, fisher" in first
+    assert "no command 'xyz'. Commands: score, fisher" in second
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: alphatoken" in (help_ := capsys.readouterr().err)
+    assert "alphatoken race --config laptop-sft" in help_

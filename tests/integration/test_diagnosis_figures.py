@@ -100,6 +100,20 @@ def test_what_is_compared_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(axes.get_legend_handles_labels()[1]) == {"chance", "half", "right"}
 
 
+def test_a_histogram_has_one_set_of_bins_and_shares_that_add_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records = [{"by": "a", "x": x} for x in (0.0, 1.0, 1.0, 4.0)] + [{"by": "b", "x": 9.0}]
+    records.append({"by": "b", "x": None})
+    (axes,) = axes_of(figure("histogram", records, x="x", series="by"), monkeypatch)
+    edges = figures.edges_of(np.array([0.0, 1.0, 1.0, 4.0, 9.0]))
+    assert (edges[0], edges[-1], len(edges)) == (0.0, 9.0, 9)
+    outlines = [patch.get_path().vertices for patch in axes.patches]  # type: ignore[attr-defined]
+    assert [float(points[:, 1].max()) for points in outlines] == [0.75, 1.0]
+    assert all({*points[:, 0]} <= {*edges} for points in outlines)
+    assert axes.get_legend_handles_labels()[1] == ["a", "b"]
+
+
 def test_cells_of_a_grid_fill_their_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = {"a_from": 0.1, "a_to": 1.0, "b_from": 1.0, "b_to": 10.0, "pairs": 7}
     scales = ("log", "log")

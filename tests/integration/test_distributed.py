@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]  # whichever test comes first waits for two launches
 
-POLICIES = ("trainers.kept", "trainers.attention", "trainers.rows")
+POLICIES = ("trainers.kept", "trainers.attention", "trainers.rows", "trainers.mixed")
 JOBS: dict[str, tuple[str, ...]] = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
                "trainers.empty_batch", "trainers.sft_bf16", "trainers.masters",
@@ -191,8 +191,9 @@ def test_runs_under_a_global_threshold(runs: Callable[[str], Ranks], layout: str
 def test_policies_train_as_in_one_process(runs: Callable[[str], Ranks], layout: str) -> None:
     """Half the accumulation each: the same parameters, also divided by the step's kept tokens."""
     one, two = runs("single")[0], runs(layout)
-    for job in ("kept", "attention", "rows"):
+    for job in ("kept", "attention", "rows", "mixed"):
         same_weights(one[job], two, job, model())
+    assert decided([one], "mixed").keys() == decided(two, "mixed").keys()
 
 
 @with_job("sft_global")

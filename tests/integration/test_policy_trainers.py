@@ -38,7 +38,11 @@ from tests.places import nightly
 
 # Those that differ most: chosen rows after a warm-up, a static pass, attention, generation.
 DIFFERENT = [(name, "native") for name in ("less", "stm", "sstoken", "cft")] + [("rho-1", "budget")]
-OTHERS = ("random", "validation-first", "token-cleaning", "xtf", "rho-1", "flow", "talr", "eaft")
+OTHERS = (
+    "random", "validation-first", "validation-mix", "walk-rows", "token-cleaning", "xtf", "rho-1",
+    "flow", "talr", "eaft",
+)  # fmt: skip
+SUMMED = ("stm", "xtf", "token-cleaning", "less", "cft", "validation-mix", "walk-rows")
 SGD = {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1}
 
 
@@ -181,7 +185,7 @@ def test_every_sft_policy_trains(
     if name != "random":
         record = json.loads((tmp_path / "run" / "policy.json").read_text())
         assert (record["policy"], record["settings"]["mode"]) == (name, mode)
-        assert bool(record["summary"]) == (name in ("stm", "xtf", "token-cleaning", "less", "cft"))
+        assert bool(record["summary"]) == (name in SUMMED)
         assert all(0 < share <= 1 for share in logged(trainer, "kept_share"))
         assert all(0 < share <= 1 + 1e-6 for share in logged(trainer, "effective_share"))
     if mode == "budget" and name == "rho-1":

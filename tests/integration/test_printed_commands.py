@@ -34,6 +34,7 @@ from alphatoken.cli.training import trainer_of
 from alphatoken.data import Pair
 from alphatoken.data.stdlib import code_pairs, code_rows
 from alphatoken.errors import ConfigError
+from alphatoken.race.arms import read_arms
 from alphatoken_lab.commands import compare, paper
 from alphatoken_lab.runner.grid import all_cells
 from alphatoken_lab.runner.grid_file import read_grid
@@ -47,7 +48,7 @@ PROGRAMS: dict[str, Callable[..., int]] = {
     "alphatoken-lab": alphatoken_lab.commands.main,
 }
 COMMANDS = {
-    "alphatoken": ("show", "score", "fisher", "sft", "dpo", "diagnose"),
+    "alphatoken": ("show", "score", "fisher", "sft", "dpo", "race", "diagnose"),
     "alphatoken-lab": tuple(alphatoken_lab.commands.COMMANDS),
 }
 
@@ -125,7 +126,14 @@ def in_help() -> Iterator[Printed]:
 # --- a folder to run them in ----------------------------------------------------------------------
 
 _MODELS = ("model_name_or_path", "before", "after", "reference")
-_ROWS = ("train_file", "validation_file", "target_file", "retention_file", "retention_set")
+_ROWS = (
+    "train_file",
+    "validation_file",
+    "choosing_file",
+    "target_file",
+    "retention_file",
+    "retention_set",
+)
 
 
 class Sandbox:
@@ -145,7 +153,7 @@ class Sandbox:
         self.write_own(words)
         if (self._folder / "RECIPE").exists():
             self._rows("rows.jsonl", 0, pairs=False)
-        pairs, draw = "dpo" in words, 0
+        pairs, draw = bool({"dpo", "--dpo"} & {*words}), 0
         if words[1] == "show" and not words[2].startswith("-"):
             self._rows(words[2], 0, pairs="pairs" in words[2])
         for name, value in pairwise(words):
@@ -240,6 +248,8 @@ ELSEWHERE = ("README.md", "docs/quickstart.md")
 
 SMALL = ["--budget", "0.1s", "--oracle_tokens", "8", "--fisher_samples", "8"]
 """Sizes after the words of ``diagnose``, whose own take minutes each."""
+SHORT = ["--max_steps", "3", "--looks", "1", "2"]
+"""Steps after the words of ``race``: a short run has no look of its own."""
 
 
 @cache
@@ -289,6 +299,9 @@ def read(program: str, command: str, words: list[str]) -> None:
     """Read the words as the command does, before it loads anything."""
     if command in ("sft", "dpo"):
         read_arguments(command, words, trainer_of(command)[0])
+    elif command == "race":
+        kind = "dpo" if "--dpo" in words else "sft"
+        read_arms(read_arguments(kind, words, trainer_of(kind)[0], race=True).race.arms)
     elif command == "diagnose":
         _ = read_request(*words)[0].scorer_config()
     elif command == "compare":
@@ -371,7 +384,8 @@ def test_a_line_runs_as_printed(
         pytest.skip("scikit-learn is not installed")
     if words[0] in PROGRAMS:
         with forked_cells():
-            assert PROGRAMS[words[0]](words[1:] + SMALL * (words[1] == "diagnose")) == 0
+            own = {"diagnose": SMALL, "race": SHORT}.get(words[1], [])
+            assert PROGRAMS[words[0]]([*words[1:], *own]) == 0
     else:
         assert _in_a_shell(words) == 0
 

@@ -120,12 +120,14 @@ def _walked(kind: str, model: Any, rows: list[Any], adamw: Any) -> Any:
     return twin
 
 
-def test_a_resumed_run_goes_on_with_its_walk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["one_sided", pytest.param("central", marks=pytest.mark.slow)])
+def test_a_resumed_run_goes_on_with_its_walk(tmp_path: Path, form: str) -> None:
     """The end of the walk is in the checkpoint: the same bits as a run that went through.
 
     The step after it is valued by that end, the one after by a new walk.
     """
     more = {**WALK, "walk_refresh": 3, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    more["walk_form"] = form
     whole = tiny.sft(tmp_path, **more)
     whole.train()
     saved = load_file(tmp_path / "checkpoint-2" / "alphatoken-rank0.safetensors")

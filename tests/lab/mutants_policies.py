@@ -77,7 +77,20 @@ FIRST = by("test_policies_validation_first::test_validation_rows_come_first", FO
 SCHEDULE = "test_policies_validation_first::test_the_first_training_has_a_schedule_of_its_own"
 TALR = by("test_methods::test_talr_by_hand")
 DFT = by("test_methods::test_dft_by_hand")
+GCE = by("test_methods::test_gce_is_the_gradient_of_its_loss")
+TRUNCATION = by("test_methods::test_loss_truncation_is_a_sort")
+PRIFT = by("test_methods::test_prift_by_hand", FOLDER)
 EAFT = by("test_methods::test_eaft_by_hand")
+MIX = "test_policies_validation_mix::"
+ONCE_AN_EPOCH = by(MIX + "test_each_validation_row_comes_once_an_epoch")
+SHARED_ROWS = by(MIX + "test_micro_batches_and_processes_share_the_rows_of_a_step")
+IN_PLACE = by(MIX + "test_a_run_is_trls_on_rows_put_in_place", FOLDER, "one row")
+COUNTED = by(MIX + "test_a_step_is_the_plain_loops", FOLDER, "one row for two micro-batches")
+AS_MANY = by(MIX + "test_the_control_has_as_many_response_tokens")
+DOCUMENTS = by(MIX + "test_the_control_draws_documents_of_packed_rows")
+OWN_ROWS = by(MIX + "test_its_rows_are_part_of_what_it_is")
+ROW_MEANS = by("test_policies_walk_rows::test_row_values_are_the_means_along_a_walk")
+BEST_ROWS = by("test_policies_walk_rows::test_the_best_rows_are_kept")
 CFT = by(
     "test_policies_cft::test_critical_tokens_are_those_of_one_continuation_at_a_time", FOLDER, 2, 7
 )
@@ -168,6 +181,79 @@ METHODS = (
         "the first training takes a step for as many micro-batches as the run does",
         ("train.policies.trained_weights.validation_schedule",
          '"gradient_accumulation_steps": 1,', "")),
+    row("mixed-rows-of-the-first-step", ONCE_AN_EPOCH,
+        "every step has the validation rows of the first",
+        ("train.policies.validation_mix.ValidationMix.step_rows",
+         "self._pool.rows(step)", "self._pool.rows(0)")),
+    row("mixed-rows-in-one-order", by(MIX + "test_another_seed_is_another_order"),
+        "runs of other seeds draw the same validation rows",
+        ("train.policies.validation_mix.ValidationMix.prepare",
+         "seed=self.settings.seed", "seed=0")),
+    row("mixed-rows-in-every-micro-batch", SHARED_ROWS,
+        "each micro-batch has all rows that are added to the step",
+        ("train.step_rows.StepRows.joined",
+         "rows[number * ranks.world + ranks.rank :: count * ranks.world]", "list(rows)")),
+    row("mixed-rows-of-the-first-process", SHARED_ROWS,
+        "every process has the rows of the first",
+        ("train.step_rows.StepRows.joined", "ranks.world + ranks.rank ::", "ranks.world ::")),
+    row("mixed-rows-of-the-step-before", COUNTED,
+        "a step has the validation rows of the one before it",
+        ("train.step_rows.StepRows.joined",
+         "int(self._trainer.state.global_step)", "int(self._trainer.state.global_step) // 2")),
+    row("mixed-rows-first", IN_PLACE,
+        "validation rows stand before the training rows",
+        ("train.step_rows.StepRows._collated",
+         "[*own, *(self._in_form(row, own[0]) for row in rows)]",
+         "[*(self._in_form(row, own[0]) for row in rows), *own]")),
+    row("mixed-rows-with-their-prompts", COUNTED,
+        "prompts of the validation rows are trained on",
+        ("train.step_rows.StepRows._in_form",
+         "return whole", 'return {**whole, "labels": whole["input_ids"]}')),
+    row("control-of-whole-rows", AS_MANY,
+        "the last row of the control is not cut",
+        ("train.policies.validation_mix._cut",
+         "stop = end if len(response) <= tokens", "stop = end if True")),
+    row("control-with-the-documents-before", DOCUMENTS,
+        "a document of a packed row comes with those before it",
+        ("train.policies.validation_mix._cut", "value[start:stop]", "value[:stop]")),
+    row("mix-resumed-on-other-rows", OWN_ROWS,
+        "a run goes on with other validation rows",
+        ("train.policies.validation_mix.ValidationMix.prepare",
+         "rows, rows_fingerprint(rows)", 'rows, ""')),
+    row("walk-rows-by-their-sums", ROW_MEANS,
+        "long rows go first",
+        ("train.policies.walk_rows._means",
+         "yield total / count if count", "yield total if count")),
+    row("walk-rows-at-the-runs-rate", ROW_MEANS,
+        "the walk's own learning rate is not read",
+        ("train.policies.walk_rows.WalkRows._rate", "if rate is None else rate", "")),
+    row("walk-rows-in-another-order", ROW_MEANS,
+        "values stand with the rows in the order of their lengths",
+        ("train.policies.walk_rows._values", "means[row] = mean", "means[first] = mean")),
+    row("walk-rows-upside-down", BEST_ROWS,
+        "the rows that a walk unlearns are trained on",
+        ("train.policies.walk_rows.WalkRows.choose_rows",
+         "np.argsort(-values", "np.argsort(values")),
+    row("walk-rows-without-a-response", BEST_ROWS,
+        "rows that teach nothing are chosen",
+        ("train.policies.walk_rows.WalkRows.choose_rows",
+         "order = order[np.isfinite(values[order])]", "order = order[::1]")),
+    row("gce-of-the-unlikely", GCE,
+        "the exponent's sign",
+        ("methods.gce.GCE.native_weights", "self.q * batch", "-self.q * batch")),
+    row("gce-divided-by-its-exponent", GCE,
+        "weights are those of another scale",
+        ("methods.gce.GCE.native_weights", ".exp()", ".exp() / self.q")),
+    row("loss-truncation-of-the-likely", TRUNCATION,
+        "the tokens of lowest loss are left out",
+        ("methods.loss_truncation.LossTruncation.scores",
+         "return batch.log_probs", "return -batch.log_probs")),
+    row("loss-truncation-keeps-what-it-drops", TRUNCATION,
+        "the share that is left out is the share that is kept",
+        ("methods.loss_truncation.LossTruncation.__init__", "= 1 - drop", "= drop")),
+    row("prift-of-the-current-model", PRIFT,
+        "weights follow the model that is trained",
+        ("methods.prift.PriFT.scores", "-batch.columns[_COLUMN]", "batch.log_probs")),
     row("rho-1-responses-by-their-tokens", by("test_methods::test_rho_1_by_response"),
         "whole responses are asked for, and single tokens are ranked",
         ("methods.rho_1.Rho1.scores", 'self.unit == "response"', 'self.unit == "row"')),
@@ -227,7 +313,7 @@ METHODS = (
         ("methods.less._Gradients.scored", "(_normal(updates) @", "(updates @")),
     row("less-one-row-too-many", FILLING,
         "a budget that is met exactly takes one more row",
-        ("methods.less.fill_tokens", 'np.searchsorted(filled, budget, side="left")',
+        ("select.masks.fill_tokens", 'np.searchsorted(filled, budget, side="left")',
          'np.searchsorted(filled, budget, side="right")')),
     row("confpo-of-the-sure", CONFPO,
         "ConfPO learns on the likely tokens",

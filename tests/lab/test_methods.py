@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,10 @@ from alphatoken.train.sft import padded_batch
 from alphatoken_lab.methods.dft import DFT
 from alphatoken_lab.methods.eaft import EAFT
 from alphatoken_lab.methods.flow import Flow
+from alphatoken_lab.methods.gce import GCE
+from alphatoken_lab.methods.loss_truncation import LossTruncation
 from alphatoken_lab.methods.preference import PreferencePolicy
+from alphatoken_lab.methods.prift import PriFT
 from alphatoken_lab.methods.rho_1 import Rho1
 from alphatoken_lab.methods.sstoken import SsToken, prompt_attention
 from alphatoken_lab.methods.talr import TALR
@@ -102,6 +106,84 @@ def test_dft_by_hand() -> None:
     ]
     kept = on_tokens(DFT(PolicySettings("budget", 0.3)).weights(of), of)
     assert kept == [[0, 0], [1]]
+
+
+@given(
+    st.lists(st.floats(0.01, 6.0), min_size=1, max_size=5),
+    st.sampled_from([1e-6, 0.3, 0.7, 1.0]),
+)
+def test_gce_is_the_gradient_of_its_loss(losses: list[float], q: float) -> None:
+    """Of (1 - p^q) / q over log-probabilities; at q = 1 DFT's, towards 0 cross-entropy's.
+
+    Proves: GCE (exact), against autograd of the written loss.
+    """
+    of = batch([losses])
+    leaf = of.log_probs.clone().requires_grad_()
+    p = leaf.exp()
+    (((1 - p**q) / q) * of.mask).sum().backward()
+    policy = GCE(q=q)
+    weights = policy.weights(of)
+    # w dl = -w d log p
+    assert leaf.grad is not None
+    torch.testing.assert_close(-weights, leaf.grad, rtol=1e-9, atol=1e-12)
+    if q == 1.0:
+        assert torch.equal(weights, DFT().weights(of))
+    if q == 1e-6:
+        torch.testing.assert_close(weights, of.mask.to(weights), rtol=0, atol=1e-5)
+
+
+def test_gce_at_a_budget_takes_likely_tokens_first() -> None:
+    of = batch([[1.0, 3.0], [0.5]])
+    kept = GCE(PolicySettings("budget", 0.3)).weights(of)
+    assert on_tokens(kept, of) == [[0, 0], [1]]
+
+
+@given(
+    st.lists(st.lists(st.floats(0.0, 9.0), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.sampled_from([0.1, 0.2, 0.4, 0.75]),
+)
+def test_loss_truncation_is_a_sort(losses: list[list[float]], drop: float) -> None:
+    """The ceil((1 - c) N) lowest losses of the batch, of equal ones the first.
+
+    Proves: loss truncation (exact), against a sort.
+    """
+    of = batch(losses)
+    flat = [(loss, i) for i, loss in enumerate(x for row in losses for x in row)]
+    count = math.ceil((1 - Fraction(str(drop))) * len(flat))
+    kept = {i for _, i in sorted(flat)[:count]}
+    policy = LossTruncation(drop=drop)
+    weights = [x for row in on_tokens(policy.weights(of), of) for x in row]
+    assert weights == [float(i in kept) for i in range(len(flat))]
+    assert float(policy.kept_tokens(of)) == count
+    assert policy.denominator == "response"
+
+
+def test_loss_truncation_by_response() -> None:
+    """Means 3, 1 and 2 of three responses; of five tokens three are kept, the second's first.
+
+    Proves: loss truncation (exact), against numbers by hand.
+    """
+    of = batch([[3.0, 3.0], [1.0, 1.0], [2.0]])
+    policy = LossTruncation(drop=0.4, unit="response")
+    assert on_tokens(policy.weights(of), of) == [[0, 0], [1, 1], [1]]
+
+
+def test_prift_by_hand(tmp_path: Path) -> None:
+    """exp(-l) of the start model's losses, whatever the current model finds.
+
+    Proves: PriFT (exact), against numbers by hand.
+    """
+    of = batch([[1.0, 3.0], [0.5]], columns={"start_losses": [[0.25, 2.0], [1.5]]})
+    expected = [pytest.approx([math.exp(-0.25), math.exp(-2.0)]), pytest.approx([math.exp(-1.5)])]
+    assert on_tokens(PriFT().weights(of), of) == expected
+    assert on_tokens(PriFT(PolicySettings("budget", 0.3)).weights(of), of) == [[1, 0], [0]]
+    model = tiny.model(layers=1)
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]}]
+    table = PriFT().prepare(stage(tmp_path, rows, model))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([rows[0]["input_ids"]])).logits[0, :-1]
+    losses = F.cross_entropy(logits, torch.tensor([6, 7, 8]), reduction="none")
+    assert table.columns["start_losses"].tolist() == pytest.approx(losses.tolist(), rel=1e-5)
 
 
 def test_eaft_by_hand() -> None:

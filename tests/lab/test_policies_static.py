@@ -22,9 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from alphatoken.errors import ConfigError, DataError, InputError, NumericalError
 from alphatoken.model.batch import label_mask, token_losses
+from alphatoken.select.masks import fill_tokens
 from alphatoken.train.ledger import split_batch
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage
-from alphatoken_lab.methods.less import LESS, adam_update, fill_tokens, project
+from alphatoken_lab.methods.less import LESS, adam_update, project
 from alphatoken_lab.methods.lora_warmup import AdamCheckpoint, LoraWarmup, adapted, warm_up
 from alphatoken_lab.methods.static import keep_best, measure_losses, model_losses, static_pass
 from alphatoken_lab.methods.stm import STM

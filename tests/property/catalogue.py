@@ -8,6 +8,7 @@ from tests.property import (
     mutants_data,
     mutants_models,
     mutants_proofs,
+    mutants_race,
     mutants_train,
     mutants_values,
 )
@@ -29,6 +30,7 @@ ROOMS = {
         mutants_train.RULES
     ),
     "Errors in weights that rows bring": mutants_train.OWN_WEIGHTS,
+    "Errors in races of short runs": mutants_race.RACES,
     "Errors in label values by finite differences": mutants_values.VALUES_BY_DIFFERENCES,
     "Errors in influence directions": mutants_values.INFLUENCE,
     "Errors in values along a walk": mutants_values.WALKS,
@@ -42,6 +44,7 @@ ROOMS = {
         mutants_data.COLLECTED_PAIRS
     ),
     "Errors in the diagnostic that compares arithmetics": mutants_data.ARITHMETICS,
+    "Errors in the verdict on rows": mutants_data.VERDICTS,
     "Errors in which tokens are shown as trained on": mutants_data.SHOWN,
 }
 """Those that nobody demanded, by room."""

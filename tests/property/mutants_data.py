@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.property import test_collected_pairs, test_corpus, test_queries, test_shown_tokens
 from tests.property import test_diagnose_arithmetic as tests
+from tests.property import test_diagnose_data as verdicts
 from tests.property.decoder import DecoderConfig
 from tests.property.mutation import claim, row
 
@@ -185,6 +186,84 @@ ARITHMETICS = (
     row("good-enough-turned", PLANTED,
         "an arithmetic that changes more decisions than other rows do is good enough",
         ("diagnose.arithmetic._record", "changed < redrawn.value", "changed > redrawn.value")),
+)  # fmt: skip
+
+
+# --- the verdict on rows -------------------------------------------------------------------------
+
+
+ORDERINGS = claim(
+    verdicts.test_a_permutation_test_goes_through_every_ordering,
+    judged=[2, 2], reference=[0, 0, 1], examples=1,
+)  # fmt: skip
+LEVELS = claim(
+    verdicts.test_of_exchangeable_rows_the_p_value_is_valid_at_each_level,
+    values=[0, 1, 2, 4, 8], n=2, examples=1,
+)  # fmt: skip
+DRAWN = claim(
+    verdicts.test_drawn_arrangements_are_valid_at_each_level_and_near_the_exact_p_value, examples=1
+)
+WELCH = claim(
+    verdicts.test_the_interval_of_a_difference_is_welchs,
+    judged=[1, 4, 9], reference=[1, 2, 5, 5, 6, 0], examples=1,
+)  # fmt: skip
+TWO_TESTS = claim(verdicts.test_two_tests_are_valid_together, examples=1)
+HALVES = claim(verdicts.test_halves_are_drawn_by_the_seed, examples=1)
+ROW_VALUES = claim(
+    verdicts.test_each_row_has_its_value_and_loss_and_the_reference_was_not_walked_on, examples=1
+)
+LEFT_OUT = claim(
+    verdicts.test_rows_on_both_sides_and_rows_without_a_response_are_left_out_and_counted,
+    examples=1,
+)
+UNCLEAR = claim(verdicts.test_too_few_trusted_rows_to_tell_is_an_answer_too, examples=1)
+VERDICT = claim(
+    verdicts.test_the_verdict_follows_the_p_value_and_names_the_next_command, examples=1
+)
+
+
+VERDICTS = (
+    row("permutation-test-one-sided", ORDERINGS,
+        "rows of lower values than the others never differ",
+        ("diagnose.statistics.permutation_test", "np.abs(part) >= observed", "part >= observed")),
+    row("permutation-ties-not-counted", (ORDERINGS, LEVELS),
+        "arrangements with the observed difference do not count, the observed one among them",
+        ("diagnose.statistics.permutation_test", "np.abs(part) >= observed",
+         "np.abs(part) > observed + 2e-12 * float(np.abs(values).sum())")),
+    row("permutation-without-the-observed-arrangement", DRAWN,
+        "where arrangements are drawn a p-value can be 0",
+        ("diagnose.statistics.permutation_test", "(1 + hits) / (1 + draws)", "hits / draws")),
+    row("arrangements-drawn-with-repeated-rows", DRAWN,
+        "a row can be in a drawn group twice",
+        ("diagnose.statistics._drawn_sums",
+         "values[np.argpartition(noise, few - 1, axis=1)[:, :few]]",
+         "values[(noise * len(values)).astype(np.int64)[:, :few]]")),
+    row("interval-of-one-group-alone", WELCH,
+        "the reference counts as if it were known without error",
+        ("diagnose.statistics.difference_of_means",
+         "variance = of_x + of_y", "variance = of_x")),
+    row("two-tests-at-the-level-of-one", TWO_TESTS,
+        "of rows that do not differ nearly twice as many as the level says are said to",
+        ("diagnose.data.together", "len(tests) * min", "min")),
+    row("halves-without-a-draw", HALVES,
+        "the first trusted rows of the file are always those that are walked on",
+        ("diagnose.data.halves", "set(order[: len(rows) // 2].tolist())",
+         "set(range(len(rows) // 2))")),
+    row("reference-that-was-walked-on", ROW_VALUES,
+        "rows are compared with the rows of the walk",
+        ("diagnose.data._groups", "TRUSTED: reference}", "TRUSTED: walked}")),
+    row("loss-at-the-end-of-the-walk", ROW_VALUES,
+        "the losses beside the values are those after the walk",
+        ("estimate.walk.Walk._values", "before = here.to(dtype)", "before = there.to(dtype)")),
+    row("trusted-rows-judged-too", LEFT_OUT,
+        "rows that are trusted are judged, some after a walk on themselves",
+        ("diagnose.data._groups", "not in distinct]", "not in {}]")),
+    row("verdict-turned", VERDICT,
+        "rows that differ are said to look alike",
+        ("diagnose.data.verdict", "together(tests) <= LEVEL", "together(tests) > LEVEL")),
+    row("interval-that-leaves-0-out-not-read", UNCLEAR,
+        "rows are said to look alike where the trusted ones are too few to tell",
+        ("diagnose.data.verdict", "return UNCLEAR if apart else ALIKE", "return ALIKE")),
 )  # fmt: skip
 
 

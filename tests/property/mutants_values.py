@@ -208,6 +208,12 @@ COPY = claim(
     steps=3,
     examples=1,
 )
+CENTRAL = claim(
+    walks.test_central_walk_values_are_those_of_two_copies,
+    setup=Setup(walks.CASE),
+    steps=3,
+    examples=1,
+)
 DROPPED = claim(walks.test_a_forward_with_dropout_is_run_again, examples=1)
 WEIGHED = claim(walks.test_token_weights_scale_their_token, examples=1)
 DUE = claim(walks.test_a_new_walk_is_taken_when_it_is_due, refresh=2, pinned=False, examples=1)
@@ -223,6 +229,13 @@ WALKS = (
         "what the loss rises by",
         ("estimate.walk.Walk._values",
          "here.to(dtype) - there.to(dtype)", "there.to(dtype) - here.to(dtype)")),
+    row("central-walk-that-goes-back-nowhere", CENTRAL,
+        "the weights behind a walk are those at its start",
+        ("estimate.walk._behind",
+         "(2 * p.to(wide(p.dtype)) - end[name].to(wide(p.dtype)))", "p")),
+    row("central-walk-of-the-whole-difference", CENTRAL,
+        "the difference between both ends is not halved",
+        ("estimate.walk.Walk._values", "there.to(dtype)) / 2", "there.to(dtype))")),
     row("walk-value-of-a-dropped-pass", DROPPED,
         "the observed losses count, whatever drew in them",
         ("estimate.walk.Walk._losses", "draws(self.adapter.model)", "False")),

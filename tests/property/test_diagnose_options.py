@@ -1,4 +1,4 @@
-"""All ten diagnostics: options say what they are; what has no meaning or no rows is refused."""
+"""All eleven diagnostics: options say what they are; what has no meaning or no rows is refused."""
 
 from __future__ import annotations
 

@@ -93,6 +93,68 @@ def test_walk_values_are_those_of_a_trained_copy(setup: Setup, steps: int) -> No
     assert not bool(values.total[~values.mask].any())
 
 
+@given(setups(), integers(1, 3))
+@example(Setup(CASE), 3)
+@example(Setup(PADDED), 2)
+@budget(0.05)
+def test_central_walk_values_are_those_of_two_copies(setup: Setup, steps: int) -> None:
+    """Half of what losses fall by from theta - D to theta + D; weights to the bit.
+
+    Proves: central walk values are those of two copies (exact), against ``central_walk_values``.
+    """
+    model = setup.case.model()
+    before, end = bits(model), trained(setup, model, steps)
+    expected = oracle.central_walk_values(model, end, forward_of, setup.case.batch)
+    own = config(walk_steps=steps, walk_form="central")
+    values = quiet_score(Scorer(model, setup.case.validation, config=own), setup.case.batch)
+    close(values.total, expected, 1.0 + expected.abs(), 1e-8, name="central walk")
+    assert unchanged(model, before)
+    assert not bool(values.total[~values.mask].any())
+
+
+@given(setups().filter(smooth))
+@budget(0.02)
+def test_the_second_order_of_a_central_walk_cancels(setup: Setup) -> None:
+    """Half as far a walk is off the label value by an eighth; of the one-sided form by a quarter.
+
+    Proves: central walk values are off by the third order (exact), against ``label_values``.
+    """
+    model, batch = setup.case.model(), setup.case.batch
+    end = trained(setup, model, lr=SHORT)
+    parameters, back = dict(model.named_parameters()), oracle._along(model, end)
+    first, scale = label_truth(setup, model, parameters, back)
+    off = {}
+    for share in (0.25, 0.125):
+        there = oracle._moved(model, end, share)
+        central = oracle.central_walk_values(model, there, forward_of, batch)
+        off[share] = float((central - share * first).norm())
+    rounding = 1e-13 * float((1.0 + scale).norm())
+    assert off[0.125] <= off[0.25] / 6 + rounding
+    forth = oracle.walk_values(model, end, forward_of, batch)
+    behind = oracle._moved(model, end, -1.0)
+    back_again = oracle.walk_values(model, behind, forward_of, batch)
+    central = oracle.central_walk_values(model, end, forward_of, batch)
+    close(central, (forth - back_again) / 2, 1.0 + forth.abs(), 1e-12, name="both ways")
+
+
+def test_a_second_model_has_nothing_behind_it() -> None:
+    model, reference = ONE.model(), replace(ONE, seed=1).model()
+    with pytest.raises(ConfigError, match="nothing behind it"):
+        Scorer(model, None, None, config(walk_form="central"), reference=reference)
+
+
+def test_the_way_of_a_central_walk_is_that_of_its_end() -> None:
+    """M = -D by parameter, and no other names."""
+    ways = []
+    for form in ("one_sided", "central"):
+        model = ONE.model()
+        with quiet():
+            m = Scorer(model, ONE.validation, config=config(walk_form=form)).direction.total()
+        ways.append(m)
+        assert m.keys() <= dict(model.named_parameters()).keys()
+    assert all(torch.equal(m, ways[1][name]) for name, m in ways[0].items())
+
+
 @given(setups())
 @budget(0.03)
 def test_an_observed_forward_is_one_of_the_two(setup: Setup) -> None:

@@ -8,10 +8,10 @@ it does what its paper does; in budget mode it ranks tokens and the trainer keep
 told, which makes methods comparable.
 
 In ``builtin`` are the trainers' own (top, random, bottom and all, ``TRAINER_POLICIES``), every
-token, and every token after the validation rows; in ``own_weights`` the weights that rows bring.
-Another package gives its policies names by entry
-points of the group ``alphatoken.policies``, as ``alphatoken-lab`` does for the methods that people
-compare with.
+token, and every token after the validation rows; ``own_weights`` has the weights that rows bring,
+``validation_mix`` validation rows in every step, and ``walk_rows`` leaves out whole rows. Another
+package gives its policies names by entry points of the group ``alphatoken.policies``, as
+``alphatoken-lab`` does for the methods that people compare with.
 
 **May import** ``train.policy`` and what it stands on. **Oracle**: values computed by hand in
 ``tests/property/test_policies*.py``; weights of 1 equal TRL bit for bit.
@@ -35,6 +35,8 @@ from alphatoken.model.choice import ParameterChoice, read_layers
 from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies.builtin import DPO, RATIO_POLICIES, Standard, ValidationFirst
 from alphatoken.train.policies.own_weights import OwnWeights
+from alphatoken.train.policies.validation_mix import ValidationMix
+from alphatoken.train.policies.walk_rows import WalkRows
 from alphatoken.train.policy import PolicySettings, TokenPolicy
 
 __all__ = [
@@ -67,6 +69,8 @@ STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
 _OWN: dict[str, type[TokenPolicy]] = {
     "standard": Standard,
     "validation-first": ValidationFirst,
+    "validation-mix": ValidationMix,
+    "walk-rows": WalkRows,
     "dpo": DPO,
     "weights": OwnWeights,
 }

@@ -18,13 +18,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alphatoken.errors import ConfigError, DataError, NumericalError, require_choice
-from alphatoken.select.masks import keep_count
+from alphatoken.select.masks import fill_tokens, keep_count
 from alphatoken.support.precision import full_precision
 from alphatoken.support.resume import weights_digest
 from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.ledger import rows_fingerprint
 from alphatoken.train.policies.trained_weights import copy_weights, trainable
-from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
+from alphatoken.train.policy import (
+    Needs,
+    PolicyBatch,
+    PolicySettings,
+    PolicyStage,
+    TokenPolicy,
+    response_tokens,
+)
 from alphatoken_lab.methods.lora_warmup import (
     AdamCheckpoint,
     LoraWarmup,
@@ -233,8 +240,7 @@ class LESS(TokenPolicy):
 
 
 def _tokens(rows: Sequence[Mapping[str, Any]]) -> Array:
-    counts = [sum(x != -100 for x in row.get("labels", row["input_ids"])[1:]) for row in rows]
-    return np.asarray(counts, np.int64)
+    return np.asarray([response_tokens(row) for row in rows], np.int64)
 
 
 def _check_rows(stage: PolicyStage) -> None:
@@ -254,13 +260,6 @@ def _check_rows(stage: PolicyStage) -> None:
                 got="packed rows" if "input_ids" in row else f"columns {sorted(row)}",
                 remedy="packing=False, and supervised fine-tuning",
             )
-
-
-def fill_tokens(order: Array, tokens: Array, ratio: float) -> Array:
-    """The fewest rows with at least ``ceil(ratio N)`` of all N tokens, in the order given."""
-    budget = keep_count(ratio, int(tokens.sum()))
-    filled = np.cumsum(tokens[order])
-    return order[: int(np.searchsorted(filled, budget, side="left")) + 1]
 
 
 @full_precision

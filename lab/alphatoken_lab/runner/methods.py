@@ -80,7 +80,7 @@ def known_methods() -> dict[str, Method]:
 def _of_policy(name: str) -> Method:
     """The method of a policy; of the trainers' own either all tokens or a budget."""
     family = "sft" if name == PLAIN["sft"] else find_policy(name).family  # pairs have their own
-    whole = name in (*PLAIN.values(), "validation-first")
+    whole = name in (*PLAIN.values(), "validation-first", "validation-mix")
     modes = ("native",) if whole else ("native", "budget")
     return Method(name, family=family, modes=modes, options={"policy": name})
 

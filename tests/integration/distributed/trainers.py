@@ -174,6 +174,8 @@ empty_global, empty_batch = job(plain, **WHOLE_STEP), job(plain)
 kept = job(policy, policy=policy_examples.EvenIds)
 attention = job(policy, policy="sstoken")
 rows = job(policy, policy=policy_examples.FirstRows)
+# Three validation rows a step over four micro-batches, of which one process has two.
+mixed = job(sft, policy="validation-mix", policy_options={"rows": 3}, retention="none")
 
 
 def resumed(layout: str, folder: Path) -> dict[str, Any]:

@@ -1,0 +1,172 @@
+"""``alphatoken race``: a race of runs of ``sft`` or ``dpo``, and the winner's run to its end.
+
+An arm is the command line with the words of the arm behind it: what one may say of a run, one may
+say of an arm, and recipes give way to it as they do to what is typed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alphatoken.cli import training
+from alphatoken.errors import ConfigError
+from alphatoken.race.arms import ALL, Arm, read_arms
+
+_CACHES = {"policy_cache": "policies", "fisher_cache": "fisher"}
+"""Folders of caches that arms share, as the run by itself would have them."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the race, and the winner to its end.
+
+    Raises:
+        AlphaTokenError: what cannot be honoured, before any work.
+    """
+    if {"--help", "-h"} & set(words):
+        print(training.help_text("race"))
+        return 0
+    command = "dpo" if "--dpo" in words else "sft"
+    configuration, kind = training.trainer_of(command)
+    from alphatoken.cli.arguments import read_arguments
+    from alphatoken.cli.training_rows import check_rows
+    from alphatoken.train.refusals import raise_first
+
+    def read(*over: str) -> Any:
+        return read_arguments(command, words, configuration, race=True, over=over)
+
+    arguments = read()
+    if arguments.model.model_name_or_path is None:
+        raise ConfigError("no model is named", remedy="--model_name_or_path FOLDER_OR_HUB_NAME")
+    raise_first(_refused(arguments))
+    arms = read_arms(arguments.race.arms)
+    # Whatever one arm cannot have is said before any work, and so is what rows cannot give it.
+    by_arm = {arm.name: read(*_words(arm.options)) for arm in arms}
+    for own in by_arm.values():
+        check_rows(own)
+    training.check_output(arguments)
+    training.check_launch(arguments)
+    training.clear_output(arguments)
+    _clear_race(arguments)
+    _Command(read, arguments, by_arm, kind).run()
+    return 0
+
+
+def _refused(arguments: Any) -> Iterator[ConfigError]:
+    from alphatoken.race.runner import refused_races
+
+    yield from refused_races(arguments.training)
+    for name in ("choosing_file", "retention_file"):
+        path = getattr(arguments.race, name)
+        if path is not None and not Path(path).exists():
+            yield ConfigError(f"{name} does not exist", got=path, remedy="check the path")
+
+
+def _clear_race(arguments: Any) -> None:
+    """Remove an earlier race under ``--overwrite_output``."""
+    if arguments.run.overwrite_output and _first():
+        from alphatoken.race.runner import ARMS, STATE
+
+        folder = Path(arguments.training.output_dir)
+        (folder / STATE).unlink(missing_ok=True)
+        shutil.rmtree(folder / ARMS, ignore_errors=True)
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _words(options: Mapping[str, Any]) -> list[str]:
+    """Options as they are typed."""
+    words = []
+    for name, value in options.items():
+        text = json.dumps(value) if isinstance(value, (bool, dict, list)) else str(value)
+        words += [f"--{name}", "null" if value is None else text]
+    return words
+
+
+def _say(line: str) -> None:
+    if _first():
+        print(f"note: {line}", file=sys.stderr, flush=True)
+
+
+class _Command:
+    """One race: rows read once, and a trainer for each arm whenever it runs."""
+
+    def __init__(
+        self, read: Any, arguments: Any, by_arm: Mapping[str, Any], kind: type[Any]
+    ) -> None:
+        self._read, self._arguments, self._by_arm, self._kind = read, arguments, by_arm, kind
+        # Of an arm that values tokens, because what rows are for depends on it.
+        reader = next(own for name, own in by_arm.items() if name != ALL)
+        self._tokenizer, datasets, self._notes = training.load_data(reader)
+        self._entries = datasets.pop("train_entries", [])
+        rows = {"choosing": datasets.pop("choosing_dataset")}
+        if "watched_dataset" in datasets:
+            rows["retention"] = datasets.pop("watched_dataset")
+        self._datasets, self._rows = datasets, rows
+
+    def run(self) -> None:
+        """The race, then the winner's run."""
+        from alphatoken.race.page import PAGE, cost, verdict, write_race_page
+        from alphatoken.race.runner import Race
+
+        for note in self._notes:
+            _say(note)
+        self._say_unread()
+        folder, command = Path(self._arguments.training.output_dir), self._going_on()
+        race = Race(
+            self._make,
+            self._arguments.race,
+            self._rows,
+            folder,
+            say=_say,
+            shown=lambda result: write_race_page(folder / PAGE, result, command),
+        )
+        try:
+            result = race.run(resume=self._arguments.run.resume)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                "the same command with --resume goes on with the race"
+            ) from None
+        if _first():
+            print(f"{verdict(result)}\n{cost(result)}\npage: {folder / PAGE}", flush=True)
+        if self._arguments.race.stop_after_looks:
+            _say(f"to go on: {command}")
+            return
+        arguments = self._by_arm[result.winner]
+        training.train(arguments, race.winner(result), [], going_on=True)
+
+    def _going_on(self) -> str:
+        words = [w for w in self._arguments.words if w not in ("--stop_after_looks", "--resume")]
+        words = [word for word in words if word != "--overwrite_output"]
+        return shlex.join(["alphatoken", "race", *words, "--resume"])
+
+    def _say_unread(self) -> None:
+        for name, own in self._by_arm.items():
+            for option in own.unread:
+                value = getattr(own.training, option, None)
+                _say(f"{name}: {option} of the run gives way to this arm: it is {value!r} there")
+
+    def _make(self, arm: Arm, folder: Path) -> Any:
+        from alphatoken.race.rows import rows_without, take
+        from alphatoken.train.distributed import cache_folder
+
+        arguments, args = self._by_arm[arm.name], self._arguments.training
+        if folder != Path(args.output_dir):
+            own: dict[str, Any] = {"output_dir": str(folder), "push_to_hub": False}
+            for name, place in _CACHES.items():
+                own[name] = str(cache_folder(getattr(args, name), args.output_dir, place))
+            arguments = self._read(*_words({**arm.options, **own}))
+        datasets = dict(self._datasets)
+        if arm.without is not None:
+            entries = [one[arm.without[0]] for one in self._entries]
+            kept = rows_without(entries, arm.without, arm.name)
+            datasets["train_dataset"] = take(datasets["train_dataset"], kept)
+        return training.make_trainer(arguments, self._kind, self._tokenizer, datasets)

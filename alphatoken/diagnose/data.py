@@ -1,0 +1,470 @@
+"""Diagnostic of rows before any training: do they differ from the rows that are trusted?
+
+The trusted rows (--validation_file) are split in halves by the seed. A walk of AdamW steps is taken
+on one half; the other half, the reference, is what the training rows are compared with, since rows
+that a walk was taken on look better than any others. Each row has the mean walk value of its
+response tokens (by how many nats their loss falls along the walk) and their mean loss. Permutation
+tests over rows on both means decide together, at a level of 5 %. Rows of another kind (another
+task, another style) differ as rows with wrong words do: which it is, the rows of lowest value show.
+
+All rows are read, up to --train_rows and --validation_rows; --budget and --tokens do not bound it.
+It costs a walk and two forwards of each row. The values are written to data/values and
+data/reference as `score --estimator walk` writes them, and --resume keeps the parts that are
+finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from alphatoken.config import WALK
+from alphatoken.data import Example
+from alphatoken.diagnose import CheckedOptions
+from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
+from alphatoken.diagnose.figures import Figure
+from alphatoken.diagnose.heatmap import heatmap_figure
+from alphatoken.diagnose.statistics import (
+    FEWEST,
+    Estimate,
+    Numbers,
+    PermutationTest,
+    difference_of_means,
+    permutation_test,
+)
+from alphatoken.diagnose.subject import Subject, conclude
+from alphatoken.diagnose.valuing import scorer_for, with_estimator
+from alphatoken.errors import ConfigError, DataError, short
+from alphatoken.score.run import score_rows
+from alphatoken.score.values import LOSS, ScoredExample, read_values, visible, write_values
+from alphatoken.scorer import Scorer
+from alphatoken.support.options import option
+
+LEVEL = 0.05
+"""Chance that rows which are exchangeable with the trusted ones are said to differ, at most."""
+
+FEWEST_TRUSTED = 8
+"""Fewest trusted rows: four for the walk, and four to compare with."""
+
+JUDGED, TRUSTED = "your rows", "trusted rows"
+"""The two groups of rows, as tables and figures name them."""
+
+ALIKE, UNCLEAR, DIFFERENT = "alike", "unclear", "different"
+"""What the tests come to."""
+
+MEASURES = {"value": "mean walk value", "loss": "mean loss"}
+"""Column of a row -> what it is, in nats; each is tested."""
+
+_FOLDERS = {JUDGED: "values", TRUSTED: "reference"}
+_PART = 64  # rows of a value file, as `score` has them of up to 65,536 rows
+
+
+SHOWN = 3
+"""Rows of either end whose text is drawn in colours."""
+
+
+@dataclass(frozen=True)
+class Options(CheckedOptions):
+    """Options of the diagnostic ``data``."""
+
+    ends: int = option(10, "number of rows of lowest and of highest mean value to list", at_least=1)
+
+
+def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
+    """Compare the training rows with the half of the trusted rows that no walk has seen.
+
+    Raises:
+        DataError: fewer than 8 trusted rows, or fewer than 8 rows to judge.
+        ConfigError: a folder is given for the values, and pyarrow is missing; or matplotlib is.
+    """
+    options = options or Options()
+    if subject.folder is not None and find_spec("pyarrow") is None:
+        raise ConfigError("value files need pyarrow", remedy="pip install 'alphatoken[data]'")
+    walked, groups, notes = _groups(subject)
+    config = with_estimator(subject.config, WALK)
+    scorer = scorer_for(subject, rows=walked, config=config)
+    scorer.pin("data")  # nothing is trained, so the weights need not be read to see it
+    scored = {name: _scored(subject, scorer, name, rows) for name, rows in groups.items()}
+    records = {name: [_record(name, one) for one in own] for name, own in scored.items()}
+    tests = {name: compare(records, name, subject.seed) for name in MEASURES}
+    race = f"alphatoken race {subject.words}" if subject.words else ""
+    every = Table.of("data-rows", "Each row", [one for own in records.values() for one in own])
+    ends = _ends(records[JUDGED], options.ends)
+    return conclude(
+        "data",
+        subject,
+        _conclusion(tests, len(groups[TRUSTED])),
+        [_tests_table(records, tests), _ends_table(subject, groups[JUDGED], records[JUDGED], ends)],
+        [
+            *(_figure(every, name) for name in MEASURES),
+            *_row_figures(subject, groups[JUDGED], scored[JUDGED], ends),
+        ],
+        valued=groups[JUDGED],
+        notes=notes,
+        settings={
+            **asdict(options),
+            "estimator": WALK,
+            "walk_steps": config.walk_steps,
+            "walk_learning_rate": config.walk_learning_rate,
+            "level": LEVEL,
+        },
+        next_command=race if verdict(tests) != ALIKE else "",
+    )
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def halves(rows: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
+    """Split rows at random, each half in the order of the rows; the second has the odd one."""
+    order = np.random.default_rng(seed).permutation(len(rows))
+    first = set(order[: len(rows) // 2].tolist())
+    return (
+        [row for place, row in enumerate(rows) if place in first],
+        [row for place, row in enumerate(rows) if place not in first],
+    )
+
+
+def require_rows(subject: Subject) -> None:
+    """Check that there are rows to judge, and trusted ones to compare them with.
+
+    Raises:
+        DataError: fewer than 8 of either.
+    """
+    _groups(subject)
+
+
+def _groups(subject: Subject) -> tuple[list[Example], dict[str, list[Example]], list[str]]:
+    """Rows of the walk, rows to compare by group, and what was left out."""
+    train, trusted = (
+        [row for row in rows if row.response_tokens] for rows in (subject.train, subject.validation)
+    )
+    # A row on both sides would be compared with itself, and one that was walked on with the walk.
+    distinct: dict[tuple[int, ...], Example] = {}
+    for row in trusted:
+        distinct.setdefault(tuple(row.input_ids), row)
+    kept = list(distinct.values())
+    judged = [row for row in train if tuple(row.input_ids) not in distinct]
+    if len(kept) < FEWEST_TRUSTED:
+        raise DataError(
+            "there are too few trusted rows",
+            got=f"{len(kept)} different ones with a response",
+            why="half of them are walked on, and the rows are compared with the other half",
+            remedy=f"a --validation_file of {FEWEST_TRUSTED} rows or more; 32 see smaller "
+            "differences",
+        )
+    if len(judged) < FEWEST:
+        raise DataError(
+            "there are too few rows to judge",
+            got=f"{len(judged)} with a response that are no trusted rows",
+            why=f"a test over fewer than {FEWEST} rows says little",
+            remedy="a --train_file of more rows",
+        )
+    walked, reference = halves(kept, subject.seed)
+    left_out = {
+        "training rows have no response": len(subject.train) - len(train),
+        "training rows are trusted rows too": len(train) - len(judged),
+        "trusted rows have no response": len(subject.validation) - len(trusted),
+        "trusted rows repeat another one": len(trusted) - len(kept),
+    }
+    notes = [f"{count} {what} and are left out." for what, count in left_out.items() if count]
+    notes.append(
+        f"The walk was taken on {len(walked)} trusted rows; the other {len(reference)} are the "
+        "reference."
+    )
+    return walked, {JUDGED: judged, TRUSTED: reference}, notes
+
+
+# --- values and losses ----------------------------------------------------------------------------
+
+
+def _nats(example: ScoredExample) -> tuple[Numbers, Numbers]:
+    """Values and losses (n,) of the n response tokens."""
+    value, loss = (
+        np.asarray(example.values[key], float)[example.response] for key in ("total", LOSS)
+    )
+    return value, loss
+
+
+def _record(group: str, example: ScoredExample) -> dict[str, Any]:
+    """Where a row is, its mean value and loss, and its share of negative values."""
+    value, loss = _nats(example)
+    return {
+        "rows": group,
+        "row": example.row,
+        "place": example.place,
+        "tokens": len(value),
+        "value": float(value.mean()),
+        "loss": float(loss.mean()),
+        "negative": float((value < 0).mean()),
+    }
+
+
+def _scored(
+    subject: Subject, scorer: Scorer, group: str, rows: Sequence[Example]
+) -> list[ScoredExample]:
+    """Values and losses of the rows, part by part; finished parts of the folder are read."""
+    tracker = subject.tracker(f"Walk values of {group}", len(rows))
+    tracker.report(0)
+    scored: list[ScoredExample] = []
+    for start in range(0, len(rows), _PART):
+        part = rows[start : start + _PART]
+
+        def report(share: float, start: int = start, size: int = len(part)) -> None:
+            tracker.report(start + round(share * size))
+
+        scored += _part_of(subject, scorer, group, start // _PART, part, report)
+        tracker.report(start + len(part))
+    return scored
+
+
+def _part_of(
+    subject: Subject,
+    scorer: Scorer,
+    group: str,
+    number: int,
+    rows: Sequence[Example],
+    report: Callable[[float], None],
+) -> list[ScoredExample]:
+    size, ratio = subject.batch_size, subject.ratio
+    if subject.folder is None:
+        return list(score_rows(scorer, rows, size, ratio=ratio, report=report))
+    path = subject.folder / _FOLDERS[group] / f"part-{number:05d}.parquet"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_values(path, score_rows(scorer, rows, size, ratio=ratio, report=report))
+    scored = list(read_values(path))
+    if [(one.row, one.ids) for one in scored] != [(one.row.index, one.input_ids) for one in rows]:
+        raise DataError(
+            "a value file does not hold the rows that are judged",
+            got=str(path),
+            why="it was exchanged or changed since it was written",
+            remedy="remove it and go on with --resume",
+        )
+    return scored
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+Records = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Group -> its records, one a row."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The training rows beside the reference by one measure: difference of means, and its test."""
+
+    difference: Estimate
+    test: PermutationTest
+
+
+def _columns(records: Records, measure: str) -> list[Numbers]:
+    return [np.array([one[measure] for one in records[group]]) for group in (JUDGED, TRUSTED)]
+
+
+def compare(records: Records, measure: str, seed: int) -> Comparison:
+    """Compare the groups by the rows' column ``measure``."""
+    judged, trusted = _columns(records, measure)
+    return Comparison(
+        difference_of_means(judged, trusted), permutation_test(judged, trusted, seed=seed)
+    )
+
+
+def together(tests: Mapping[str, Comparison]) -> float:
+    """One p-value of several tests: the smallest times their number (Bonferroni), at most 1.
+
+    ``P(p <= a) <= a`` if the rows are exchangeable, however the tests depend on each other.
+    """
+    return min(1.0, len(tests) * min(one.test.p_value for one in tests.values()))
+
+
+def verdict(tests: Mapping[str, Comparison]) -> str:
+    """DIFFERENT by the tests; else UNCLEAR if an interval of a difference leaves 0 out, or ALIKE.
+
+    Few trusted rows cannot lead to a small p-value, however far off a part of the rows is.
+    """
+    if together(tests) <= LEVEL:
+        return DIFFERENT
+    apart = [one for one in tests.values() if one.difference.low > 0 or one.difference.high < 0]
+    return UNCLEAR if apart else ALIKE
+
+
+def unseen_share(reference: int, level: float) -> float:
+    """Share of rows of another kind up to which a test at this level misses them, at least.
+
+        s  with  (1 - s)^m = level,      s = 1 - level^(1/m)
+
+    ``(1 - s)^m`` is the chance that m rows drawn from exchangeable ones, a share s of them of
+    another kind, hold none of these. However far off such rows are, the p-value of a permutation
+    test is about as large, and larger where the means of the other rows are spread.
+
+    >>> [round(unseen_share(m, 0.025), 2) for m in (4, 8, 16, 40)]
+    [0.6, 0.37, 0.21, 0.09]
+
+    Exactness: approximate; for many rows, all far off on one side.
+    """
+    return float(1.0 - level ** (1 / reference))
+
+
+def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
+    p, answer = together(tests), verdict(tests)
+    value, loss = (format(tests[name].difference, "+.3f") for name in MEASURES)
+    sizes = (
+        f"Their mean walk value less that of {reference} trusted rows is {value} nats a token, "
+        f"their mean loss {loss}."
+    )
+    share = unseen_share(reference, LEVEL / len(tests))
+    if answer == DIFFERENT:
+        return (
+            f"Your rows differ from the trusted ones (p = {p:.2g}): a race measures whether "
+            f"selecting pays. {sizes} Rows of another task or style differ as rows with wrong "
+            "words do: look at the rows of lowest value."
+        )
+    if answer == UNCLEAR:
+        return (
+            f"Your rows may differ from the trusted ones, which are too few to tell (p = {p:.2g}): "
+            f"a race measures whether selecting pays. {sizes} Beside {reference} trusted rows, "
+            f"rows of another kind can go unnoticed up to a share of about {share:.0%} and more: "
+            "look at the rows of lowest value, and give more trusted rows (--validation_file)."
+        )
+    ends = tests["value"].difference
+    return (
+        f"Your rows look like the trusted ones (p = {p:.2g}): train on everything. {sizes} "
+        f"{reference} trusted rows cannot rule out that all differ by "
+        f"{max(abs(ends.low), abs(ends.high)):.2g} nats, and rows of another kind can go unnoticed "
+        f"up to a share of about {share:.0%} and more."
+    )
+
+
+def _tests_table(records: Records, tests: Mapping[str, Comparison]) -> Table:
+    rows = []
+    for name, title in MEASURES.items():
+        judged, trusted = _columns(records, name)
+        test = tests[name].test
+        rows.append(
+            {
+                "measure": title,
+                JUDGED: float(judged.mean()),
+                TRUSTED: float(trusted.mean()),
+                "difference": tests[name].difference,
+                "p": test.p_value,
+                "arrangements": f"{'all ' * test.exact}{test.arrangements:,}",
+            }
+        )
+    return Table.of(
+        "data-tests",
+        "Your rows beside the trusted ones",
+        rows,
+        "Means over rows, in nats a token. Permutation tests, two-sided, over arrangements of the "
+        "rows into two groups: all that there are, or so many that were drawn. The verdict takes "
+        "the smaller p times two. Intervals (Welch, 95 %) say how large a difference may be.",
+    )
+
+
+def _ends(records: Sequence[Mapping[str, Any]], count: int) -> dict[str, list[int]]:
+    """Places of the rows of lowest and of highest mean value, the outermost first."""
+    order = np.argsort(np.array([one["value"] for one in records]), kind="stable")
+    count = min(count, len(order) // 2)
+    return {"lowest": order[:count].tolist(), "highest": order[::-1][:count].tolist()}
+
+
+def _ends_table(
+    subject: Subject,
+    rows: Sequence[Example],
+    records: Sequence[Mapping[str, Any]],
+    ends: Mapping[str, Sequence[int]],
+) -> Table:
+    by_loss = np.argsort(np.array([-one["loss"] for one in records]), kind="stable").tolist()
+    shown = []
+    for end, places in ends.items():
+        for place in places:
+            own, (prompt, response) = records[place], _texts(subject, rows[place])
+            shown.append(
+                {
+                    "end": end,
+                    "place": own["place"],
+                    "value": own["value"],
+                    "negative": own["negative"],
+                    "loss": own["loss"],
+                    "rank_by_loss": by_loss.index(place) + 1,
+                    "prompt": short(prompt, 120),
+                    "response": short(response, 240),
+                }
+            )
+    return Table.of(
+        "data-ends",
+        "Rows of lowest and of highest mean walk value",
+        shown,
+        "negative: share of the tokens whose loss rises along the walk. rank by loss: 1 is the "
+        "row of highest mean loss.",
+    )
+
+
+def _texts(subject: Subject, example: Example) -> tuple[str, str]:
+    if example.row.turns:
+        return example.row.prompt, example.row.response
+    texts = subject.texts(example)
+    first = next(place for place, label in enumerate(example.labels) if place and label >= 0)
+    return "".join(texts[:first]), "".join(texts[first:])
+
+
+_VALUE, _LOG_PROBABILITY = "Walk value", "Log-probability before the walk"
+_CAPTION = (
+    "Left, blue: the loss of the token falls along the walk; orange: it rises. Right, orange: the "
+    "model does not expect the token. Colours are those of the other rows of this page."
+)
+
+
+def _row_figures(
+    subject: Subject,
+    rows: Sequence[Example],
+    scored: Sequence[ScoredExample],
+    ends: Mapping[str, Sequence[int]],
+) -> Iterator[Drawing]:
+    """The text of a few rows of either end, by value and by log-probability."""
+    value, loss = (np.concatenate(columns) for columns in zip(*map(_nats, scored), strict=True))
+    # One scale for all rows; a few tokens far out would leave the others white.
+    full = {
+        title: float(np.quantile(np.abs(own), 0.95))
+        for title, own in ((_VALUE, value), (_LOG_PROBABILITY, loss))
+    }
+    for end, places in ends.items():
+        for number, place in enumerate(places[:SHOWN], start=1):
+            example, (value, loss) = rows[place], _nats(scored[place])
+            texts = [visible(token) for token in subject.texts(example)]
+            at = np.flatnonzero(scored[place].response).tolist()
+            tokens = [texts[position] for position in at]
+            key, title = f"data-{end}-{number}", f"{example.row.place} ({end} {number})"
+            columns: dict[str, list[Any]] = {"position": at, "token": tokens}
+            columns |= {"value": value.tolist(), "loss": loss.tolist()}
+            cells = zip(*columns.values(), strict=True)
+            table = [dict(zip(columns, own, strict=True)) for own in cells]
+            yield heatmap_figure(
+                title,
+                "".join(texts[: at[0]]),
+                tokens,
+                {_VALUE: value, _LOG_PROBABILITY: -loss},
+                np.zeros(len(at), bool),
+                Table.of(key, f"Tokens of {title}", table),
+                full=full,
+                caption=_CAPTION,
+            )
+
+
+def _figure(rows: Table, measure: str) -> Figure:
+    title = MEASURES[measure]
+    return Figure(
+        "histogram",
+        f"data-{measure}",
+        rows,
+        f"Rows by their {title}",
+        "Shares of each group. Look for rows of yours where no trusted row is.",
+        x=measure,
+        series="rows",
+        xlabel=f"{title} of a row (nats a token)",
+        ylabel="share of the rows",
+    )

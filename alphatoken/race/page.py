@@ -1,0 +1,207 @@
+"""The page about a race: curves of the arms with intervals, the verdict, its cost and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from alphatoken.diagnose.diagnosis import Table
+from alphatoken.diagnose.figures import Figure, Guide, draw
+from alphatoken.diagnose.statistics import Estimate
+from alphatoken.errors import ConfigError
+from alphatoken.race.arms import ALL
+from alphatoken.race.decision import Difference
+from alphatoken.race.runner import RaceResult, RaceState
+from alphatoken.score.page import (
+    Section,
+    interval,
+    number,
+    pictures_html,
+    render_page,
+    table_html,
+)
+from alphatoken.support.storage import write_text
+
+PAGE = "race.html"
+"""Its file, in the run's output folder."""
+
+LIMITS = (
+    "A look early in a run says little about its end: an arm that is ahead at the last look may be "
+    "behind at the last step. Later looks say more and cost more.",
+    "The choosing rows are rows of the target, and few. What else the model learns or forgets, "
+    "they do not show; retention rows are a second column for what it knew before.",
+    "The intervals rest on independent rows and on Student's t. Where a few rows have most of the "
+    "tokens they are too narrow.",
+)
+
+
+def verdict(result: RaceResult) -> str:
+    """What the race came to, in a sentence or two."""
+    state, outcome = result.state, result.outcome
+    if not outcome.differences:
+        return "No look is complete yet."
+    step = state.looks[len(outcome.differences) - 1]
+    rows = f"{state.settings['rows']['choosing']['rows']} choosing rows"
+    together = f"{1 - state.settings['level']:.3g}".rstrip("0").rstrip(".")
+    how = f"all intervals of the race hold together with probability {together}"
+    last = outcome.differences[-1]
+    if outcome.winner is None:
+        return f"After the look at step {step} of {state.steps}: {_sides(outcome.left_at, last)}."
+    if outcome.winner != ALL:
+        shown = _written(last[outcome.winner])
+        return (
+            f"'{outcome.winner}' wins: at step {step} of {state.steps} its loss on {rows} differs "
+            f"from that of 'all' by {shown} nats a token, and {how}."
+        )
+    sides = _sides(outcome.left_at, last)
+    return (
+        f"'all' wins: at step {step} of {state.steps} no arm is better on {rows} beyond its "
+        f"interval ({sides}; {how})."
+    )
+
+
+def _sides(left: dict[str, int], last: dict[str, Difference]) -> str:
+    sides = [f"'{name}' {_written(one)}" for name, one in last.items()]
+    sides += [f"'{name}' left" for name in left if name not in last]
+    return ", ".join(sides)
+
+
+def _written(one: Difference) -> str:
+    return interval(one.value, one.low, one.high)
+
+
+def write_race_page(path: Path, result: RaceResult, command: str = "") -> None:
+    """Write the page, whole or not at all.
+
+    Args:
+        path: of the file.
+        result: after any of its looks.
+        command: that goes on with the run.
+    """
+    state, outcome = result.state, result.outcome
+    columns = [("choosing", outcome.differences), ("retention", outcome.retention)]
+    sections = [_column(state, name, looks) for name, looks in columns if looks]
+    sections += [_cost(result), Section("limits", "What a race does not say", remarks=LIMITS)]
+    digests = {"rows", "start"}
+    settings = {n: _plain(value) for n, value in state.settings.items() if n not in digests}
+    counts = [f"{own['rows']} {name} rows" for name, own in state.settings["rows"].items()]
+    page = render_page(
+        "A race of short runs",
+        verdict(result),
+        sections,
+        rows=[f"{', '.join(counts)}, which no arm trains on or values against."],
+        settings=settings,
+        command=command,
+    )
+    write_text(path, page)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{name}: {_plain(own)}" for name, own in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def _column(state: RaceState, name: str, looks: Sequence[dict[str, Difference]]) -> Section:
+    """Curves and table of one set of rows."""
+    records = list(_records(state, name, looks))
+    table = Table.of(f"race-{name}", f"Difference from 'all' on the {name} rows", records)
+    note = ""
+    try:
+        drawing = draw(
+            Figure(
+                kind="lines",
+                key=f"race-{name}",
+                table=table,
+                title=f"Loss on the {name} rows, minus that of 'all'",
+                caption="Nats a token, with the intervals that hold together over the race. Below "
+                "0 an arm is better than training on every token.",
+                x="step",
+                y="difference",
+                series="arm",
+                guides=(Guide(0.0, "y", "all"),),
+                ylabel="nats a token",
+            )
+        )
+        picture = pictures_html(
+            {drawing.key: (drawing.title, drawing.caption, drawing.svg, drawing.alt)}
+        )
+    except ConfigError as missing:  # matplotlib, which is an extra
+        picture, note = "", str(missing)
+    columns: list[Any] = [
+        ("step", "number", [str(one["step"]) for one in records]),
+        ("arm", "words", [str(one["arm"]) for one in records]),
+        ("loss", "number", [number(one["loss"], 4) for one in records]),
+        ("loss of 'all'", "number", [number(one["loss_of_all"], 4) for one in records]),
+        ("difference", "number", [one["shown"] for one in records]),
+        ("standard error", "number", [number(one["error"], 2) for one in records]),
+    ]
+    html = picture + table_html(columns, f"Differences on the {name} rows")
+    return Section(name, f"{name.capitalize()} rows", html=html, notes=[note] if note else [])
+
+
+def _records(
+    state: RaceState, name: str, looks: Sequence[dict[str, Difference]]
+) -> Iterator[dict[str, Any]]:
+    tokens = state.tokens[name]
+    for step, differences in zip(state.looks, looks, strict=False):
+        losses = state.losses[str(step)]
+        for arm, one in differences.items():
+            yield {
+                "step": step,
+                "arm": arm,
+                "difference": Estimate(one.value, one.low, one.high, len(tokens)),
+                "error": one.error,
+                "loss": _mean(losses[arm][name], tokens),
+                "loss_of_all": _mean(losses[ALL][name], tokens),
+                "shown": _written(one),
+            }
+
+
+def _mean(losses: Sequence[float], tokens: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(losses, tokens, strict=True)) / sum(tokens)
+
+
+def steps_taken(result: RaceResult) -> dict[str, int]:
+    """Steps of each arm up to the last look that it was measured at."""
+    state, taken = result.state, dict.fromkeys(result.state.settings["arms"], 0)
+    for step in state.looks:
+        for arm in state.losses.get(str(step), {}):
+            taken[arm] = step
+    return taken
+
+
+def cost(result: RaceResult) -> str:
+    """What the arms that did not win have cost, in a sentence."""
+    taken, seconds = steps_taken(result), result.state.seconds
+    lost = [name for name in taken if name != result.winner]
+    steps, spent = sum(taken[name] for name in lost), sum(seconds.get(name, 0.0) for name in lost)
+    share = steps / result.state.steps
+    return (
+        f"The arms that do not go on took {steps} steps ({share:.0%} of a whole run) and "
+        f"{spent:.0f} seconds."
+    )
+
+
+def _cost(result: RaceResult) -> Section:
+    state, outcome, taken = result.state, result.outcome, steps_taken(result)
+    fates = {}
+    for name in taken:
+        left = outcome.left_at.get(name)
+        fates[name] = "runs" if left is None else f"left at step {state.looks[left]}"
+        if outcome.winner is not None and left is None:
+            fates[name] = "goes on" if name == outcome.winner else "lost"
+        if name in state.failures:
+            fates[name] = f"failed: {state.failures[name]}"
+    columns: list[Any] = [
+        ("arm", "words", list(taken)),
+        ("options", "words", [_plain(state.settings["arms"][name]) for name in taken]),
+        ("steps", "number", [str(steps) for steps in taken.values()]),
+        ("seconds", "number", [f"{state.seconds.get(name, 0.0):.0f}" for name in taken]),
+        ("outcome", "words", list(fates.values())),
+    ]
+    remarks = [cost(result)] if outcome.winner else []
+    return Section("arms", "Arms and cost", remarks=remarks, html=table_html(columns, "Arms"))

@@ -1,0 +1,216 @@
+"""``race``: a race of trainers in Python."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import set_seed
+
+from alphatoken.errors import ConfigError, DataError
+from alphatoken.race.arms import Arm
+from alphatoken.race.options import RaceConfig
+from alphatoken.race.page import PAGE, verdict, write_race_page
+from alphatoken.race.rows import choosing_numbers, rows_without, take
+from alphatoken.race.runner import Race, RaceResult, refused_races
+from alphatoken.train.distributed import cache_folder
+from alphatoken.train.dpo import AlphaDPOTrainer
+from alphatoken.train.leaks import leaking_rows, warn_of_leaks
+from alphatoken.train.python_rows import as_dataset, plain_rows
+from alphatoken.train.refusals import raise_first
+from alphatoken.train.sft import AlphaSFTTrainer
+from alphatoken.train.trainer import AlphaTrainer
+
+
+def race(
+    model: str | Callable[[], Any],
+    args: Any,
+    config: RaceConfig | None = None,
+    *,
+    train_dataset: Any,
+    validation_dataset: Any,
+    choosing_dataset: Any = None,
+    retention_rows: Any = None,
+    resume: bool = False,
+    **arguments: Any,
+) -> RaceResult:
+    """Train short runs from one start, choose by trusted rows, and train the winner to its end.
+
+    Each arm is a trainer of its own, made anew, with the whole run's schedule; see
+    :mod:`alphatoken.race.decision` for the rule and what it promises.
+
+    Args:
+        model: name or folder, or a function that makes the model; each arm begins at its weights.
+        args: an ``AlphaSFTConfig``, ``AlphaDPOConfig`` or ``AlphaConfig`` of the run. Its policy is
+            that of no arm, unless one says so.
+        config: arms, looks, level; None for the defaults.
+        train_dataset: rows of all arms.
+        validation_dataset: trusted rows of the target: those that the arms value against, and,
+            without ``choosing_dataset``, the choosing rows, which are set aside by ``value_seed``.
+        choosing_dataset: rows on which the arms are compared, none of which any arm sees.
+        retention_rows: rows of what the model knew before: a second column at each look.
+        resume: go on with the race of ``output_dir``, if there is one.
+        **arguments: further arguments of the trainer, such as ``processing_class`` and
+            ``peft_config``.
+
+    Returns:
+        Winner, differences by look, losses by row; its ``trainer`` has ended the run, unless
+        ``stop_after_looks``. ``output_dir`` holds the run, ``race.json`` and ``race.html``.
+
+    Raises:
+        ConfigError, InputError, UnsupportedError: what cannot be honoured, before any work.
+
+    Exactness: the winner has the bits of its run without a race. Oracle: that run, in
+    ``tests/integration/test_race.py``.
+    """
+    config = config or RaceConfig()
+    kind = _trainer_of(args)
+    _check_arguments(model, arguments)
+    raise_first(refused_races(args))
+    train_dataset = as_dataset(train_dataset, "training")
+    validation_dataset = as_dataset(validation_dataset, "validation")
+    if choosing_dataset is None:
+        validation_dataset, choosing_dataset = _split(
+            validation_dataset, config.choosing_rows, args.value_seed
+        )
+    else:
+        choosing_dataset = as_dataset(choosing_dataset, "choosing")
+        validation_dataset = _without_leaks(validation_dataset, choosing_dataset)
+    text_field = getattr(args, "dataset_text_field", "text")
+    warn_of_leaks(
+        plain_rows(train_dataset), {"choosing": plain_rows(choosing_dataset)}, text_field=text_field
+    )
+    rows = {"choosing": choosing_dataset}
+    rows |= {} if retention_rows is None else {"retention": retention_rows}
+    folder = Path(str(args.output_dir))
+    datasets = {"train_dataset": train_dataset, "validation_dataset": validation_dataset}
+    run = Race(
+        partial(_make, kind, model, args, datasets, arguments),
+        config,
+        rows,
+        folder,
+        say=partial(print, file=sys.stderr, flush=True),
+        shown=lambda result: write_race_page(folder / PAGE, result),
+    )
+    result = run.run(resume=resume)
+    run.say(verdict(result))
+    if config.stop_after_looks:
+        return result
+    trainer = run.winner(result)
+    trainer.train(resume_from_checkpoint="auto")
+    return replace(result, trainer=trainer)
+
+
+def _trainer_of(args: Any) -> type[Any]:
+    kinds = (AlphaSFTTrainer, AlphaDPOTrainer, AlphaTrainer)
+    for kind in kinds:
+        if isinstance(args, kind.CONFIG):
+            return kind
+    raise ConfigError(
+        "args are no configuration of a trainer of ours",
+        got=type(args).__name__,
+        remedy=", ".join(kind.CONFIG.__name__ for kind in kinds),
+    )
+
+
+def _check_arguments(model: Any, arguments: dict[str, Any]) -> None:
+    if not isinstance(model, (str, Path)) and (hasattr(model, "parameters") or not callable(model)):
+        raise ConfigError(
+            "a race needs a model that can be made anew",
+            got=type(model).__name__,
+            why="each arm begins at the same weights, and an arm that trains moves them",
+            remedy="its name or folder, or a function that makes it",
+        )
+    for name in ("policy", "optimizers"):
+        if arguments.get(name) is not None:
+            raise ConfigError(
+                f"a race takes no {name} among the arguments of its trainers",
+                got=type(arguments[name]).__name__,
+                why="each arm has its own",
+                remedy="RaceConfig(arms={NAME: {'policy': 'module:Class'}})"
+                if name == "policy"
+                else "leave it out",
+            )
+
+
+def _make(
+    kind: type[Any],
+    model: str | Callable[[], Any],
+    args: Any,
+    datasets: dict[str, Any],
+    arguments: dict[str, Any],
+    arm: Arm,
+    folder: Path,
+) -> Any:
+    """A new trainer of one arm."""
+    own = dict(arm.options)
+    if folder != Path(str(args.output_dir)):
+        caches = {"policy_cache": "policies", "fisher_cache": "fisher"}
+        for name, place in caches.items():  # as of the run in its own folder
+            own[name] = str(cache_folder(getattr(args, name), args.output_dir, place))
+        own |= {"output_dir": str(folder), "push_to_hub": False}
+    # What has state, or moves in training: nothing of one arm enters another.
+    apart = {"peft_config", "callbacks"} & arguments.keys()
+    apart |= {"ref_model"} & arguments.keys() if getattr(args, "sync_ref_model", False) else set()
+    more = arguments | {name: copy.deepcopy(arguments[name]) for name in apart}
+    train = _train_rows(datasets["train_dataset"], arm)
+    set_seed(args.seed)  # adapters are drawn where the model is handed over
+    return kind(
+        model=model() if callable(model) else str(model),
+        args=replace(args, **own),
+        **{**datasets, "train_dataset": train},
+        **more,
+    )
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def _split(dataset: Any, wanted: int | None, seed: int) -> tuple[Any, Any]:
+    if not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            "choosing rows cannot be set aside of a stream",
+            got=type(dataset).__name__,
+            remedy="a list or a datasets.Dataset, or choosing_dataset=...",
+        )
+    chosen = choosing_numbers(len(dataset), wanted, seed)
+    rest = [number for number in range(len(dataset)) if number not in {*chosen}]
+    choosing = take(dataset, chosen)
+    return _without_leaks(take(dataset, rest), choosing), choosing
+
+
+def _without_leaks(validation: Any, choosing: Any) -> Any:
+    """Validation rows, without those that are choosing rows or have the prompt of one."""
+    leaks = set(leaking_rows(plain_rows(validation), plain_rows(choosing)))
+    if not leaks:
+        return validation
+    kept = [number for number in range(len(validation)) if number not in leaks]
+    print(f"{len(leaks)} validation rows repeat a choosing row and were left out", file=sys.stderr)
+    if not kept:
+        raise DataError(
+            "every validation row is a choosing row",
+            got=f"{len(leaks)} rows",
+            why="an arm would be judged on the rows that it values against",
+            remedy="other rows for one of the two",
+        )
+    return take(validation, kept)
+
+
+def _train_rows(dataset: Any, arm: Arm) -> Any:
+    """The training rows of an arm."""
+    if arm.without is None:
+        return dataset
+    if not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"the arm '{arm.name}' leaves rows out, and how many is not known of a stream",
+            got=type(dataset).__name__,
+            remedy="a list or a datasets.Dataset",
+        )
+    rows = plain_rows(dataset)
+    entries = [str(rows[number].get(arm.without[0])) for number in range(len(rows))]
+    return take(dataset, rows_without(entries, arm.without, arm.name))

@@ -1,0 +1,395 @@
+"""A race on real trainers: the winner is its own run to the bit, killed or not."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from alphatoken.cli import main
+from alphatoken.errors import AlphaTokenWarning, ConfigError, DataError, InputError
+from alphatoken.race import RaceConfig, race, runner
+from alphatoken.train import AlphaSFTTrainer
+from alphatoken.train.policy import TokenPolicy
+from tests.forked import SERVER
+from tests.integration import tiny_training as tiny
+from tests.integration.race_world import (
+    HALF,
+    LOOKS,
+    STEPS,
+    World,
+    declared,
+    in_two_processes,
+    same_weights,
+)
+from tests.places import tiered
+from tests.rows import jsonl
+
+
+class Broken(TokenPolicy):
+    """A policy whose weights are no numbers from step 3 on."""
+
+    name = "broken"
+
+    def native_weights(self, batch: Any) -> torch.Tensor:
+        return batch.mask * (float("nan") if batch.step >= 3 else 1.0)
+
+
+# --- the winner is its own run --------------------------------------------------------------------
+
+
+def test_a_race_of_pairs(tmp_path: Path) -> None:
+    """A row is a pair, its loss that of DPO, its weight 1."""
+    world = World(tmp_path, pairs=True)
+    result = world.won_by("half")
+    assert result.state.tokens["choosing"] == [1.0] * 8
+    assert same_weights(result.trainer, world.alone("half", "alone"))
+
+
+def test_all_against_itself_never_leaves(tmp_path: Path) -> None:
+    """An arm that trains on every token too: each difference is 0."""
+    result = World(tmp_path).race(arms={"same": {"policy": "standard"}}, stop_after_looks=True)
+    assert result.winner == "all"
+    assert all(look["same"].value == look["same"].error == 0 for look in result.outcome.differences)
+
+
+# --- killed ---------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Nothing in the library catches it."""
+
+
+@pytest.fixture
+def kill(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], None]]:
+    """Ends the race at the n-th call of one of its functions, before or after its work."""
+    with monkeypatch.context() as patch:
+
+        def at(place: str, count: int) -> None:
+            when, name = place.split()
+            owner: Any = runner.Race if hasattr(runner.Race, name) else runner
+            if not hasattr(owner, name):
+                owner = AlphaSFTTrainer
+            original, calls = getattr(owner, name), 0
+
+            def dying(*args: Any, **kwargs: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == count and when == "before":
+                    raise Killed
+                result = original(*args, **kwargs)
+                if calls == count:
+                    raise Killed
+                return result
+
+            patch.undo()
+            patch.setattr(owner, name, dying)
+
+        at.undo = patch.undo  # type: ignore[attr-defined]
+        yield at
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """The same race, and its winner's run without it."""
+    world = World(tmp_path_factory.mktemp("whole"))
+    return world.won_by("half"), world.alone("half", "alone")
+
+
+PLACES = {
+    "in a step of the first arm": ("before training_step", 2),
+    "in a step of the second arm": ("before training_step", 3),
+    "after an arm was measured, before its checkpoint": ("after _measure", 1),
+    "before the losses of the second arm": ("before _measure", 2),
+    "after the second arm's checkpoint": ("after _save_checkpoint", 2),
+    "at the end of a look": ("before _close_look", 1),
+    "at the last look": ("after _measure", 4),
+    "before the winner is moved": ("before _move_up", 1),
+    "between two of its checkpoints": (),
+    "after the winner was moved": ("after _move_up", 1),
+    "as the winner goes on": ("before training_step", 10),
+}
+FIRST = (
+    "after an arm was measured, before its checkpoint",
+    "at the last look",
+    "between two of its checkpoints",
+)
+
+
+@pytest.mark.parametrize("place", tiered(PLACES, FIRST))
+def test_a_race_that_was_killed_goes_on_to_the_same_bits(
+    place: str, tmp_path: Path, kill: Any, uninterrupted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every kind of place."""
+    world = World(tmp_path)
+    if place == "between two of its checkpoints":
+        rename = Path.rename
+
+        def dying(self: Path, target: Any) -> Any:
+            result = rename(self, target)
+            if self.parent.parent.name == "arms" and self.name.startswith("checkpoint"):
+                raise Killed
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", dying)
+            with pytest.raises(Killed):
+                world.won_by("half")
+    else:
+        kill(*PLACES[place])
+        with pytest.raises(Killed):
+            world.won_by("half")
+        kill.undo()
+    result = world.won_by("half", resume=True)
+    whole = world.won_by("half", "whole")
+    assert result.state.losses == whole.state.losses
+    assert result.outcome == whole.outcome
+    assert same_weights(result.trainer, whole.trainer)
+    assert same_weights(result.trainer, world.alone("half", "alone"))
+
+
+def test_a_race_that_ended_with_its_verdict_goes_on(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    result = world.race(stop_after_looks=True)
+    assert result.trainer is None
+    assert (tmp_path / "race" / "race.html").is_file()
+    with pytest.raises(ConfigError, match="a race in the folder"):
+        world.race()
+    for changes, name in (
+        ({"level": 0.2}, "level"),
+        ({"looks": [2, 5]}, "looks"),
+        ({"arms": {"half": {**HALF, "keep_ratio": 0.4}}}, "half"),
+        ({"choosing_dataset": tiny.sft_rows(8, seed=8)}, "choosing"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            world.race(resume=True, **changes)
+    ended = world.race(resume=True)
+    assert same_weights(ended.trainer, world.alone(result.winner, "alone"))
+
+
+@pytest.mark.slow
+def test_two_processes_decide_as_one(tmp_path: Path) -> None:
+    """The first one decides, both follow, and the winner is its run in two processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        SERVER.Process(target=in_two_processes, args=(tmp_path, rank, port)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+        process.kill()
+    errors = [path.read_text() for path in tmp_path.glob("rank-*.error")]
+    assert not errors, "\n".join(errors)
+    outcomes = {path.read_text() for path in tmp_path.glob("rank-*.done")}
+    assert len(outcomes) == 1
+
+
+# --- what is refused, and said --------------------------------------------------------------------
+
+
+def test_what_a_race_refuses_before_any_work(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    model = tiny.model()
+    for changes, error, message in (
+        ({"options": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2,
+                      "save_strategy": "steps", "save_steps": 2}}, ConfigError, "load_best"),
+        ({"options": {"save_only_model": True}}, ConfigError, "save_only_model"),
+        ({"options": {"auto_find_batch_size": True}}, ConfigError, "auto_find_batch_size"),
+        ({"policy": Broken()}, ConfigError, "takes no policy"),
+        ({"looks": [STEPS + 1]}, InputError, "over before the last look"),
+        ({"keep_retention": True}, ConfigError, "keep_retention needs retention rows"),
+        ({"choosing_dataset": tiny.sft_rows(1, seed=9)}, InputError, "at least 2 choosing rows"),
+        ({"choosing_dataset": world.validation}, DataError, "every validation row is a choosing"),
+        ({"choosing_dataset": None, "validation_dataset": tiny.sft_rows(8)}, ConfigError,
+         "too few trusted rows"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            world.race(**changes)
+    arguments = {"train_dataset": world.train, "validation_dataset": world.validation}
+    with pytest.raises(ConfigError, match="can be made anew"):
+        race(model, world.args("race"), **arguments)
+    with pytest.raises(ConfigError, match="no configuration of a trainer"):
+        race("model", {}, **arguments)
+    assert not (tmp_path / "race" / "race.json").exists()
+
+
+def test_arms_begin_at_the_same_weights(tmp_path: Path) -> None:
+    """A function that makes another model each time is found out."""
+    world, seeds = World(tmp_path), iter(range(9))
+    arguments = {"train_dataset": world.train, "validation_dataset": world.validation}
+    config = RaceConfig(arms={"half": HALF}, looks=LOOKS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="do not begin at the same weights"):
+        race(
+            lambda: tiny.model(next(seeds)), world.args("race"), config,
+            choosing_dataset=world.choosing, **arguments, **world.more,
+        )  # fmt: skip
+
+
+def test_rows_are_split_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of the trusted rows choose; one that comes twice is on one side alone."""
+    world = World(tmp_path)
+    rows = [*tiny.sums(20, seed=5), *tiny.sums(2, seed=5)]
+    result = world.race(
+        choosing_dataset=None, validation_dataset=rows, choosing_rows=10, stop_after_looks=True,
+        retention_rows=tiny.sums(8, seed=11), level=1e-9,
+    )  # fmt: skip
+    said = capsys.readouterr().err
+    assert "looks at steps 2, 4 of 7, on 10 choosing rows and 8 retention rows" in said
+    assert "at most 4 steps more than one run (57%)" in said
+    assert "a look before step 20 says little" in said
+    assert len(result.state.tokens["choosing"]) == 10
+    assert len(result.outcome.retention) == 2
+    page = (tmp_path / "race" / "race.html").read_text("utf-8")
+    for words in ("Choosing rows", "Retention rows", "What a race does not say", "<img"):
+        assert words in page
+
+
+def test_few_choosing_rows_are_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(AlphaTokenWarning, match="3 choosing rows: Student's t has 2 degrees"):
+        World(tmp_path).race(choosing_dataset=tiny.sft_rows(3, seed=9), stop_after_looks=True)
+
+
+def test_training_rows_that_choose_are_warned_of(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with pytest.warns(AlphaTokenWarning, match="8 of 24 training rows repeat a choosing row"):
+        world.race(choosing_dataset=tiny.sft_rows(8), stop_after_looks=True)
+
+
+def test_an_arm_that_breaks_leaves_and_the_race_goes_on(tmp_path: Path) -> None:
+    """Its reason is in the state and on the page; ``all`` that breaks ends the race."""
+    world = World(tmp_path)
+    broken = {"policy": f"{__name__}:Broken"}
+    arms = {"half": HALF, "broken": broken}
+    result = world.race(arms=arms, stop_after_looks=True, level=1e-9)
+    assert result.outcome.left_at["broken"] == 1
+    assert "broken" in result.state.failures["broken"]
+    assert "failed" in (tmp_path / "race" / "race.html").read_text("utf-8")
+
+
+class Ends(TrainerCallback):
+    """Ends every run at its first step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = True
+
+
+def test_an_arm_that_ends_before_its_look_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="ended before the look"):
+        World(tmp_path).race(callbacks=[Ends()])
+
+
+def test_an_arm_without_some_rows(tmp_path: Path) -> None:
+    """The rows of one source are left out; steps and schedule are those of the whole run."""
+    world = World(tmp_path)
+    sources = ["web" if number % 3 else "book" for number in range(24)]
+    world.train = world.train.add_column("source", sources)
+    result = world.race(
+        arms=["without:source=web"],
+        stop_after_looks=True,
+        options={"max_steps": -1, "num_train_epochs": 2.0},
+        keep_arms=True,
+    )
+    assert result.state.steps == 12
+    folder = tmp_path / "race" / "arms" / "without-source-web"
+    facts = [
+        json.loads((path / "alphatoken.json").read_text())["facts"]
+        for path in folder.glob("checkpoint-*")
+    ]
+    assert {one["options"]["max_steps"] for one in facts} == {12}
+    with pytest.raises(ConfigError, match="leaves out no row"):
+        world.race("other", arms=["without:source=film"])
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def words(place: Path, out: str, *more: str) -> list[str]:
+    return [
+        "--model_name_or_path", str(place / "model"), "--train_file", str(place / "rows.jsonl"),
+        "--validation_file", str(place / "clean.jsonl"), "--output_dir", str(place / out),
+        "--max_steps", "5", "--per_device_train_batch_size", "4", "--learning_rate", "1e-2",
+        "--validation_batch_size", "4", "--use_cpu", "--bf16", "false", "--report_to", "none",
+        "--save_strategy", "no", "--no_chat_template", "--disable_tqdm", "true", "--walk_steps",
+        "2", "--estimator", "walk", "--policy", "top", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.saved(tmp_path_factory.mktemp("race"), 24)
+    jsonl(folder / "clean.jsonl", tiny.sums(16, seed=5))
+    jsonl(folder / "choosing.jsonl", tiny.sums(8, seed=9))
+    return folder
+
+
+def test_the_command_and_the_run_of_its_winner(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``alphatoken race`` ends with the model of ``alphatoken sft`` and the arm's options."""
+    own = ["--choosing_file", str(place / "choosing.jsonl"), "--looks", "2", "4", "--level", "1e-9"]
+    own += ["--arms", "half:policy=random,keep_ratio=0.5"]
+    with declared("half"):
+        assert main(["race", *words(place, "raced"), *own]) == 0
+    out, err = capsys.readouterr()
+    assert "race of 2 arms (all, half): looks at steps 2, 4 of 5, on 8 choosing rows" in err
+    assert "'half' wins: at step 4 of 5" in out
+    assert "The arms that do not go on took 4 steps (80% of a whole run)" in out
+    assert "5 steps trained" in out
+    arm = ["--policy", "random", "--keep_ratio", "0.5"]
+    assert main(["sft", *words(place, "alone"), *arm]) == 0
+    one, two = (load_file(place / name / "model.safetensors") for name in ("raced", "alone"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_command_stops_and_goes_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = words(place, "stopped", "--looks", "2")
+    assert main(["race", *own, "--stop_after_looks"]) == 0
+    err = capsys.readouterr().err
+    assert "8 of 16 validation rows are set aside to choose by, and 8 are left for the arms" in err
+    assert "to go on: alphatoken race" in err
+    assert not (place / "stopped" / "model.safetensors").exists()
+    assert main(["race", *own]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["race", *own, "--resume"]) == 0
+    assert (place / "stopped" / "model.safetensors").exists()
+    assert main(["race", *own, "--overwrite_output", "--stop_after_looks"]) == 0
+    assert not list((place / "stopped").glob("checkpoint-*"))
+
+
+def test_the_command_on_pairs_and_what_it_refuses(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jsonl(place / "clean-pairs.jsonl", list(tiny.preference_rows(16, seed=5)))
+    pairs = words(place, "pairs", "--dpo", "--looks", "2", "--stop_after_looks")
+    pairs[pairs.index("--train_file") + 1] = str(place / "pairs.jsonl")
+    pairs[pairs.index("--validation_file") + 1] = str(place / "clean-pairs.jsonl")
+    assert main(["race", *pairs]) == 0
+    capsys.readouterr()
+    for more, message in (
+        (["--arms", "rndom"], "did you mean random"),
+        (["--choosing_file", "none.jsonl"], "choosing_file does not exist"),
+        (["--keep_retention"], "keep_retention needs retention rows"),
+        (["--looks", "9"], "over before the last look"),
+        (["--load_best_model_at_end", "true", "--eval_strategy", "steps", "--save_strategy",
+          "steps", "--eval_data", str(place / "rows.jsonl")], "load_best_model_at_end"),
+    ):  # fmt: skip
+        assert main(["race", *words(place, "refused"), *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_help_names_the_options_of_a_race(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["race", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("--arms", "--looks", "--choosing_file", "--stop_after_looks", "--keep_ratio"):
+        assert name in text

@@ -1,0 +1,84 @@
+"""Errors in a race: in its decision, in how arms are run and measured, and in who goes on."""
+
+from __future__ import annotations
+
+from tests.property import test_race_decision, test_race_runs
+from tests.property.mutation import Claim, claim, row
+
+NEEDS = ("trl", "peft")
+LEVEL = claim(
+    test_race_decision.test_all_is_left_no_more_often_than_said, "normal", examples=1, tested=True
+)
+TOGETHER = claim(test_race_decision.test_all_intervals_hold_together)
+FORGETS = claim(test_race_decision.test_an_arm_that_forgets_wins_only_where_nobody_asks)
+FAILED = claim(test_race_decision.test_an_arm_that_failed_leaves)
+EPOCHS = claim(test_race_runs.test_epochs_are_the_steps_that_they_have, needs=NEEDS)
+LOSSES = claim(test_race_runs.test_losses_are_of_the_model_at_the_look, needs=NEEDS)
+TOUCHES = claim(test_race_runs.test_measuring_touches_nothing, needs=NEEDS)
+LOOKS = claim(test_race_decision.test_looks_by_default_and_by_hand)
+
+
+def _loops(name: str) -> Claim:
+    """The decision beside loops, on one of the pinned races."""
+    case = getattr(test_race_decision, name)
+    return claim(test_race_decision.test_race_against_loops, case, examples=1, tested=True)
+
+
+def _winner(arm: str, *, peft: bool = False) -> Claim:
+    return claim(
+        test_race_runs.test_the_winner_is_its_run_without_a_race, arm, peft, examples=1,
+        needs=NEEDS, tested=True,
+    )  # fmt: skip
+
+
+RACES = (
+    row("race-without-bonferroni", (_loops("LATE"), LEVEL, TOGETHER),
+        "each interval of a race has the level of all of them",
+        ("race.decision.difference", "level / (2 * intervals)", "level / 2")),
+    row("rows-of-a-race-weigh-the-same", _loops("LATE"),
+        "a short row decides as much as a long one",
+        ("race.decision.difference", "summed = counts * (ours - theirs)",
+         "summed = ours - theirs")),
+    row("error-of-a-ratio-without-its-covariance", _loops("TWO"),
+        "the standard error of a difference takes the number of tokens for known",
+        ("race.decision.difference", "/ (whole - counts)", "/ (whole - whole / rows)")),
+    row("normal-for-students-t", (_loops("LATE"), TOGETHER),
+        "intervals over sixteen rows are those over infinitely many",
+        ("race.decision._quantile", "stats.t.ppf(probability, degrees)",
+         "stats.norm.ppf(probability)")),
+    row("winner-whose-interval-holds-0", (_loops("NARROW"), LEVEL),
+        "an arm wins that is better by chance",
+        ("race.decision._winner", "if one.high < 0", "if one.value < 0")),
+    row("winner-at-the-first-look", _loops("EARLY"),
+        "an arm wins before the last look",
+        ("race.decision.decide", "len(choosing.looks) == looks or",
+         "len(choosing.looks) > 0 or"),
+        ("race.decision._winner", "if len(outcome.differences) < looks:", "if False:")),
+    row("second-best-arm-wins", _loops("TWO"),
+        "of two arms that are better the worse one goes on",
+        ("race.decision._winner", "return min(better", "return max(better")),
+    row("worse-arm-stays", _loops("LATE"),
+        "an arm whose interval lies above 0 goes on to the next look",
+        ("race.decision.decide", "or differences[name].low > 0", "")),
+    row("failed-arm-stays", FAILED,
+        "a race waits for an arm that broke",
+        ("race.decision.decide", "name not in differences or differences[name].low > 0",
+         "name in differences and differences[name].low > 0")),
+    row("forgetful-arm-wins", FORGETS,
+        "an arm that is worse on the retention rows wins though it must not",
+        ("race.decision._winner", "if keep_retention and outcome.retention:", "if False:")),
+    row("looks-from-the-first-step", LOOKS,
+        "a short run has looks at which whatever selects is ahead",
+        ("race.arms.looks_of", "max(EARLIEST, -(-share * steps // 1000))",
+         "-(-share * steps // 1000)")),
+    row("arm-with-the-steps-of-its-looks", (EPOCHS, _winner("all")),
+        "an arm follows the schedule of the race, not of the run",
+        ("race.runner.Race._trainer", "trainer.args.max_steps = self.state.steps",
+         "trainer.args.max_steps = self.state.looks[-1] + 1")),
+    row("loss-of-a-row-summed", LOSSES,
+        "a row's loss is not by token, and its tokens count twice",
+        ("race.runner.row_losses", "losses.append(total / count)", "losses.append(total)")),
+    row("look-in-the-mode-of-training", TOUCHES,
+        "the reference of pairs is asked with dropout, and random numbers are drawn",
+        ("race.runner.row_losses", "evaluation_mode(trainer.model), ", "")),
+)  # fmt: skip

@@ -1,0 +1,377 @@
+"""The verdict on rows: permutation tests against all orderings, intervals, halves and rows."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from fractions import Fraction
+from functools import partial
+from itertools import combinations, permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from scipy import stats
+
+from alphatoken.config import ScorerConfig
+from alphatoken.data import Example, batches
+from alphatoken.diagnose import data
+from alphatoken.diagnose.data import JUDGED, TRUSTED, Comparison, halves, together
+from alphatoken.diagnose.diagnosis import Diagnosis
+from alphatoken.diagnose.statistics import (
+    Estimate,
+    PermutationTest,
+    difference_of_means,
+    permutation_test,
+)
+from alphatoken.diagnose.subject import Subject
+from alphatoken.errors import DataError, InputError, NumericalError
+from alphatoken.oracle import gradients
+from alphatoken.oracle import run as oracle
+from tests.property.profiles import budget
+from tests.property.setups import forward_of
+from tests.property.test_diagnose_heatmap import tiny_subject
+from tests.rows import drawn_rows
+
+Values = list[int]
+# Few different values: ties are the hard case.
+GROUP = st.lists(st.integers(-2, 2), min_size=1, max_size=3)
+
+
+# --- permutation tests ----------------------------------------------------------------------------
+
+
+def difference(values: tuple[int, ...], judged: int) -> Fraction:
+    first, rest = values[:judged], values[judged:]
+    return Fraction(sum(first), len(first)) - Fraction(sum(rest), len(rest))
+
+
+def by_every_ordering(judged: Values, reference: Values) -> Fraction:
+    """The p-value in its slowest form: every ordering of the rows, in exact numbers."""
+    values, n = (*judged, *reference), len(judged)
+    observed = abs(difference(values, n))
+    hits = [abs(difference(order, n)) >= observed for order in permutations(values)]
+    return Fraction(sum(hits), len(hits))
+
+
+@given(GROUP, GROUP)
+@example([2, 2], [0, 0, 1])
+@example([0], [0])
+@example([-2], [1, 1, 1])
+@budget(2.0)
+def test_a_permutation_test_goes_through_every_ordering(judged: Values, reference: Values) -> None:
+    """And its groups may change places.
+
+    Proves: two-sided permutation test of row means (exact), against every ordering of the rows.
+    """
+    result = permutation_test(judged, reference)
+    assert result.exact
+    assert result.arrangements == math.comb(len(judged) + len(reference), len(judged))
+    assert result.p_value == pytest.approx(float(by_every_ordering(judged, reference)), abs=1e-12)
+    assert permutation_test(reference, judged).p_value == result.p_value
+
+
+MULTISET = st.lists(st.integers(-2, 3), min_size=4, max_size=8)
+
+
+@given(MULTISET, st.integers(1, 3))
+@example([0, 0, 0, 0, 5], 2)
+@example([0, 1, 2, 4, 8], 2)
+@budget(1.0)
+def test_of_exchangeable_rows_the_p_value_is_valid_at_each_level(values: Values, n: int) -> None:
+    """Every assignment of a fixed set of numbers to two groups, each as likely as another.
+
+    Proves: P(p <= a) <= a of exchangeable rows (exact), against every assignment.
+    """
+    p_values = [
+        split_test(values, chosen).p_value for chosen in combinations(range(len(values)), n)
+    ]
+    assert all(p > 0 for p in p_values)
+    for level in set(p_values):
+        assert sum(p <= level for p in p_values) <= level * len(p_values) + 1e-9
+
+
+def split_test(values: Values, chosen: tuple[int, ...], **options: Any) -> PermutationTest:
+    judged = [values[place] for place in chosen]
+    rest = [value for place, value in enumerate(values) if place not in chosen]
+    return permutation_test(judged, rest, **options)
+
+
+def test_drawn_arrangements_are_valid_at_each_level_and_near_the_exact_p_value() -> None:
+    """Fixed draws: 126 assignments of nine numbers, ten seeds each, 39 arrangements drawn.
+
+    Proves: P(p <= a) <= a of drawn arrangements (exact), against every assignment, by counts.
+    """
+    values, draws = [0, 1, 1, 2, 3, 5, 8, 13, 21], 39
+    chosen = list(combinations(range(9), 4))
+    drawn = [
+        split_test(values, one, most=0, draws=draws, seed=seed).p_value
+        for seed in range(10)
+        for one in chosen
+    ]
+    assert min(drawn) >= 1 / (draws + 1)
+    for level in (1 / (draws + 1), 0.05, 0.1, 0.25, 0.5, 0.9):
+        share = float(np.mean([p <= level + 1e-12 for p in drawn]))
+        error = math.sqrt(level * (1 - level) / len(drawn))
+        assert share <= level + 3.5 * error, level
+    for one in chosen[::25]:
+        exact, near = split_test(values, one), split_test(values, one, most=0, draws=4000)
+        assert exact.exact
+        assert not near.exact
+        assert near.arrangements == 4000
+        error = math.sqrt(exact.p_value * (1 - exact.p_value) / 4000)
+        assert abs(near.p_value - exact.p_value) <= 4 * error + 1 / 4000
+    assert split_test(values, chosen[0], most=0, seed=3) == split_test(
+        values, chosen[0], most=0, seed=3
+    )
+
+
+def test_many_rows_are_drawn_in_parts_and_large_offsets_are_no_difference() -> None:
+    generator = np.random.default_rng(0)
+    rows = generator.normal(size=1500)
+    far = permutation_test(rows[:1000] + 1.0, rows[1000:], draws=3000)
+    assert (far.p_value, far.exact) == (1 / 3001, False)
+    assert permutation_test(rows[:1000], rows[1000:], draws=3000).p_value > 0.05
+    # The same numbers far from 0: what rounding makes of ties must not make p smaller.
+    judged, reference = [0.1, 0.2, 0.3], [0.3, 0.1, 0.2, 0.4]
+    plain = permutation_test(judged, reference).p_value
+    moved = permutation_test(np.array(judged) + 1e3, np.array(reference) + 1e3).p_value
+    assert moved == plain
+
+
+def test_rows_that_cannot_be_compared_are_refused() -> None:
+    for judged, reference in (([], [1.0]), ([1.0], [])):
+        with pytest.raises(InputError, match="rows in both groups"):
+            permutation_test(judged, reference)
+    with pytest.raises(NumericalError, match="1 of 3 rows"):
+        permutation_test([1.0, math.nan], [1.0])
+
+
+# --- the size of a difference ---------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(-9, 9), min_size=2, max_size=9),
+    st.lists(st.integers(-9, 9), min_size=2, max_size=9),
+)
+@example([1, 1], [1, 2, 5])
+@budget(2.0)
+def test_the_interval_of_a_difference_is_welchs(judged: Values, reference: Values) -> None:
+    """Proves: Welch's interval of a difference of means (approximate), against scipy."""
+    result = difference_of_means(judged, reference)
+    assert result.value == pytest.approx(np.mean(judged) - np.mean(reference), abs=1e-12)
+    assert result.count == len(judged) + len(reference)
+    if len({*judged}) == len({*reference}) == 1:
+        assert result.low == result.high == result.value
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a group whose numbers are all equal
+        expected = stats.ttest_ind(judged, reference, equal_var=False).confidence_interval(0.95)
+    assert result.low == pytest.approx(expected.low, rel=1e-9, abs=1e-9)
+    assert result.high == pytest.approx(expected.high, rel=1e-9, abs=1e-9)
+
+
+def test_one_row_has_no_interval() -> None:
+    assert "2 rows needed" in str(difference_of_means([1.0], [1.0, 2.0]))
+
+
+def test_two_tests_are_valid_together() -> None:
+    """The smaller p-value counts twice, whichever it is.
+
+    Proves: Bonferroni's p-value of two tests (exact), against two that never meet.
+    """
+
+    def both(*p_values: float) -> float:
+        tests = [
+            Comparison(Estimate(0.0, 0.0, 0.0, 9), PermutationTest(p, 99, False)) for p in p_values
+        ]
+        return together(dict(zip(("value", "loss"), tests, strict=True)))
+
+    assert both(0.03, 0.5) == both(0.5, 0.03) == pytest.approx(0.06)
+    assert both(0.9, 0.8) == 1.0
+    # Of two uniform p-values that never meet, one is at most 0.025 in 5 % of the cases.
+    grid = np.linspace(0, 1, 401)[1:]
+    turned = np.roll(grid, 200)
+    assert np.mean([both(p, q) <= 0.05 for p, q in zip(grid, turned, strict=True)]) == 0.05
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@given(st.integers(8, 31), st.integers(0, 99))
+@budget(1.0)
+def test_halves_share_nothing_and_keep_the_order(count: int, seed: int) -> None:
+    rows = drawn_rows([(2, 3)] * count)
+    first, second = halves(rows, seed)
+    assert (len(first), len(second)) == (count // 2, count - count // 2)
+    places = [[row.row.index for row in half] for half in (first, second)]
+    assert all(half == sorted(half) for half in places)
+    assert sorted([*places[0], *places[1]]) == list(range(count))
+    again = halves(rows, seed)
+    assert [[row.row.index for row in half] for half in again] == places
+
+
+def test_halves_are_drawn_by_the_seed() -> None:
+    """Each row is about as often in the half that is walked on as in the other.
+
+    Proves: halves of the trusted rows are drawn (exact), against counts over seeds.
+    """
+    rows = drawn_rows([(2, 3)] * 9)
+    often = Counter(row.row.index for seed in range(400) for row in halves(rows, seed)[0])
+    share = 4 / 9
+    error = math.sqrt(share * (1 - share) / 400)
+    assert all(abs(often[place] / 400 - share) < 4 * error for place in range(9))
+
+
+CONFIG = ScorerConfig("walk", walk_steps=3, walk_learning_rate=1e-2)
+TRAIN = drawn_rows([(2, 5), (3, 4), (2, 7)] * 6, seed=1)
+TRUSTED_ROWS = drawn_rows([(2, 4), (4, 6), (3, 2)] * 4, seed=2)
+
+
+def subject(**changes: Any) -> Subject:
+    return tiny_subject(
+        **{"train": TRAIN, "validation": TRUSTED_ROWS, "config": CONFIG, "seed": 5, **changes}
+    )
+
+
+def table_of(found: Diagnosis) -> dict[str, list[dict[str, Any]]]:
+    """Records of the rows by group."""
+    records = found.figure("data-value").data.records()
+    return {group: [one for one in records if one["rows"] == group] for group in (JUDGED, TRUSTED)}
+
+
+def expected_record(
+    own: Subject, walked: list[Example], row: Example
+) -> tuple[float, float, float]:
+    """Mean walk value, mean loss and share of negative values, by a copy that is trained."""
+    make = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+    steps = list(batches(walked, own.batch_size))
+    end = oracle.walked(own.model, forward_of, steps, 3, make)
+    (batch,) = batches([row], 1)
+    value = oracle.walk_values(own.model, end, forward_of, batch).detach()
+    loss = gradients.batch_losses(forward_of(own.model), batch).detach()
+    mask = torch.tensor(row.labels)[None] != -100
+    mask[:, 0] = False
+    return (
+        float(value[mask].mean()),
+        float(loss[mask].mean()),
+        float((value[mask] < 0).double().mean()),
+    )
+
+
+def test_each_row_has_its_value_and_loss_and_the_reference_was_not_walked_on() -> None:
+    """Proves: mean walk value and loss of a row (exact), against ``walked``, ``walk_values``."""
+    own = subject()
+    groups = table_of(data.diagnose(own))
+    assert [one["row"] for one in groups[JUDGED]] == [row.row.index for row in TRAIN]
+    reference = {one["row"] for one in groups[TRUSTED]}
+    assert len(reference) == 6
+    # What the walk was taken on are the other trusted rows.
+    walked = [row for row in TRUSTED_ROWS if row.row.index not in reference]
+    for group, rows in ((JUDGED, TRAIN), (TRUSTED, TRUSTED_ROWS)):
+        for one in groups[group][::3]:
+            value, loss, negative = expected_record(own, walked, rows[one["row"]])
+            assert one["value"] == pytest.approx(value, rel=1e-8, abs=1e-9)
+            assert one["loss"] == pytest.approx(loss, rel=1e-8)
+            assert one["negative"] == negative
+            assert one["tokens"] == rows[one["row"]].response_tokens
+
+
+def test_tables_hold_the_tests_and_both_ends() -> None:
+    found = data.diagnose(subject(), data.Options(ends=3))
+    groups = table_of(found)
+    for place, (name, title) in enumerate(data.MEASURES.items()):
+        judged, trusted = ([one[name] for one in groups[group]] for group in (JUDGED, TRUSTED))
+        record = found.table("data-tests").records()[place]
+        assert record["measure"] == title
+        assert record["p"] == permutation_test(judged, trusted, seed=5).p_value
+        assert record[JUDGED] == pytest.approx(np.mean(judged))
+        expected = difference_of_means(judged, trusted)
+        assert found.table("data-tests").estimate(place, "difference") == expected
+    order = sorted(groups[JUDGED], key=lambda one: one["value"])
+    ends = found.table("data-ends").records()
+    assert [one["place"] for one in ends] == [
+        one["place"] for one in [*order[:3], *reversed(order[-3:])]
+    ]
+    assert [one["end"] for one in ends] == ["lowest"] * 3 + ["highest"] * 3
+    worst = max(groups[JUDGED], key=lambda one: one["loss"])
+    assert all((one["rank_by_loss"] == 1) == (one["place"] == worst["place"]) for one in ends)
+    assert found.settings["estimator"] == "walk"
+    assert (found.settings["walk_steps"], found.settings["ends"]) == (3, 3)
+
+
+def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
+    """Rows of other tokens differ; rows of one draw do not.
+
+    Proves: the verdict on rows (exact), against rows of one draw and of two.
+    """
+    words = "--model_name_or_path M --train_file R --validation_file T"
+    alike = drawn_rows([(2, 5)] * 30, seed=4)
+    found = data.diagnose(subject(train=alike[:18], validation=alike[18:], words=words))
+    assert found.conclusion.startswith("Your rows look like the trusted ones (p = ")
+    assert "train on everything" in found.conclusion
+    assert found.next_command == ""
+    # Two tokens in turn: a walk on such rows helps other such rows, and no others.
+    other = [
+        Example(row.row, [5 + n % 5, 5 + n // 5, 3, 4, 3, 4, 3], [-100, -100, 3, 4, 3, 4, 3])
+        for n, row in enumerate(alike[:12])
+    ]
+    found = data.diagnose(subject(train=alike[8:28], validation=other, words=words))
+    assert found.conclusion.startswith("Your rows differ from the trusted ones (p = ")
+    assert found.next_command == f"alphatoken race {words}"
+    # In Python nobody has named any files.
+    assert data.diagnose(subject(train=alike[8:28], validation=other)).next_command == ""
+
+
+def test_too_few_trusted_rows_to_tell_is_an_answer_too() -> None:
+    """A third of the rows far off, and four trusted rows: no arrangement test can be sure.
+
+    Proves: verdict of too few trusted rows (exact), against planted rows.
+    """
+
+    def records(*losses: float) -> list[dict[str, float]]:
+        return [{"value": -loss, "loss": loss} for loss in losses]
+
+    clean = [1.0, 1.1, 1.2, 0.9, 1.05, 1.15, 0.95, 1.0]
+    spoilt = [3.0, 3.1, 3.3, 2.9]
+    for own, trusted, answer in (
+        ([*clean, *spoilt], clean[:4], data.UNCLEAR),
+        ([*clean, *spoilt], [*clean, *clean], data.DIFFERENT),
+        (clean, clean[:4], data.ALIKE),
+    ):
+        groups = {JUDGED: records(*own), TRUSTED: records(*trusted)}
+        tests = {name: data.compare(groups, name, seed=0) for name in data.MEASURES}
+        assert data.verdict(tests) == answer
+        said = data._conclusion(tests, len(trusted))
+        assert ("a race measures" in said) == (answer != data.ALIKE)
+        assert ("too few to tell" in said) == (answer == data.UNCLEAR)
+        assert ("train on everything" in said) == (answer == data.ALIKE)
+
+
+def test_rows_on_both_sides_and_rows_without_a_response_are_left_out_and_counted() -> None:
+    """Proves: rows that are trusted are not judged (exact), against the rows without them."""
+    silent = Example(TRAIN[0].row, [3, 4, 5], [-100] * 3)
+    train = [*TRAIN, *TRUSTED_ROWS[:2], silent]
+    found = data.diagnose(subject(train=train, validation=[*TRUSTED_ROWS, TRUSTED_ROWS[3]]))
+    said = " ".join(found.notes)
+    assert "2 training rows are trusted rows too and are left out." in said
+    assert "1 training rows have no response and are left out." in said
+    assert "1 trusted rows repeat another one and are left out." in said
+    assert "walk was taken on 6 trusted rows; the other 6 are the reference." in said
+    groups = table_of(found)
+    assert groups == table_of(data.diagnose(subject()))
+
+
+def test_too_few_rows_are_refused() -> None:
+    for changes, cause in (
+        ({"validation": TRUSTED_ROWS[:7]}, "too few trusted rows.*7 different ones"),
+        ({"validation": [TRUSTED_ROWS[0]] * 9}, "too few trusted rows.*1 different ones"),
+        ({"train": TRAIN[:7]}, "too few rows to judge"),
+        ({"train": [*TRAIN[:7], *TRUSTED_ROWS]}, "too few rows to judge.*7 with a response"),
+    ):
+        with pytest.raises(DataError, match=cause):
+            data.diagnose(subject(**changes))

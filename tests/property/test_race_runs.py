@@ -1,0 +1,130 @@
+"""Runs of a race: the winner is its own run, and arms are measured as they are at the look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from alphatoken.oracle.gradients import token_losses
+
+
+@contextmanager
+def world(**kind: Any) -> Iterator[Any]:
+    """A small race in a folder of its own."""
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    from tests.integration.race_world import World
+
+    with TemporaryDirectory() as folder:
+        yield World(Path(folder), **kind)
+
+
+FAST = {("walk", False), ("half", True)}
+ARMS = [
+    pytest.param(arm, peft, marks=() if (arm, peft) in FAST else pytest.mark.slow)
+    for arm in ("walk", "all", "half")
+    for peft in (False, True)
+]
+
+
+@pytest.mark.parametrize(("arm", "peft"), ARMS)
+def test_the_winner_is_its_run_without_a_race(arm: str, peft: bool) -> None:
+    """Weights, optimizer and schedule; a walk's end, dropout and the order of rows among them.
+
+    Proves: the winner of a race (exact), against the same run without a race, bit for bit.
+    """
+    with world(peft=peft) as small:
+        from alphatoken.train.manifest import checkpoints, verify
+        from tests.integration.race_world import LOOKS, STEPS, WALK, same_weights
+
+        changes: dict[str, Any] = {"arms": {"walk": WALK}} if arm == "walk" else {}
+        options = {"save_strategy": "steps", "save_steps": STEPS, "lr_scheduler_type": "linear"}
+        result = small.won_by(arm, options=options, **changes)
+        alone = small.alone(arm, "alone", **options)
+        assert result.trainer.state.global_step == STEPS
+        assert same_weights(result.trainer, alone)
+        folders = [small.folder / out / f"checkpoint-{STEPS}" for out in ("race", "alone")]
+        for name in ("optimizer.pt", "scheduler.pt"):
+            one, two = (str(torch.load(f / name, weights_only=False)) for f in folders)
+            assert one == two
+        verify(folders[0])
+        steps = [step for step, _ in checkpoints(small.folder / "race")]
+        assert steps == [*LOOKS, STEPS]
+        assert not (small.folder / "race" / "arms").exists()
+
+
+def test_epochs_are_the_steps_that_they_have() -> None:
+    """A run of epochs has the schedule of its steps, in every arm.
+
+    Proves: the schedule of an arm (exact), against the same run without a race, bit for bit.
+    """
+    with world() as small:
+        from tests.integration.race_world import same_weights
+
+        options = {"max_steps": -1, "num_train_epochs": 1.0, "lr_scheduler_type": "linear"}
+        result = small.won_by("half", options=options)
+        assert result.state.steps == 6
+        assert same_weights(result.trainer, small.alone("half", "alone", **options))
+
+
+def test_losses_are_of_the_model_at_the_look() -> None:
+    """By row, of a run that saved there: no dropout, no token of a prompt, no other step.
+
+    Proves: losses at a look (exact), against ``token_losses`` of the checkpoint of that step.
+    """
+    with world() as small:
+        from safetensors.torch import load_file
+
+        from tests.integration.race_world import LOOKS
+
+        result = small.race(stop_after_looks=True, level=1e-9)
+        trainer = small.alone("half", "alone", save_strategy="steps", save_steps=LOOKS[0])
+        rows = trainer.prepare_rows(small.choosing, "choosing")
+        for step in LOOKS:
+            folder = small.folder / "alone" / f"checkpoint-{step}"
+            trainer.model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+            trainer.model.eval()
+            for number, row in enumerate(rows):
+                ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+                with torch.no_grad():
+                    losses = token_losses(trainer.model(input_ids=ids).logits, labels)
+                count = int((labels[:, 1:] != -100).sum())
+                measured = result.state.losses[str(step)]["half"]["choosing"][number]
+                assert measured == pytest.approx(float(losses.sum()) / count, rel=1e-5)
+                assert result.state.tokens["choosing"][number] == count
+
+
+def test_measuring_touches_nothing() -> None:
+    """Random states, modes, gradients and running metrics are as before, and losses repeat.
+
+    Proves: a look that changes nothing (exact), against the state before it.
+    """
+    import random
+
+    # The reference of adapters is the model itself, whose dropout would draw.
+    for kind in ({}, {"pairs": True, "peft": True}):
+        with world(**kind) as small:
+            from alphatoken.race.runner import row_losses
+
+            trainer = small.alone("all", "alone")
+            trainer.model.train()
+            next(m for n, m in trainer.model.named_modules() if n.endswith("layers.0")).eval()
+            rows = trainer.prepare_rows(small.choosing, "choosing")
+
+            def state(trainer: Any = trainer) -> tuple[Any, ...]:
+                modes = [module.training for module in trainer.model.modules()]
+                metrics = str(dict(trainer._metrics["train"])), trainer._total_train_tokens
+                grads = [p.grad is None for p in trainer.model.parameters()]
+                return modes, metrics, grads, torch.get_rng_state().tolist(), random.getstate()
+
+            before = state()
+            first, _ = row_losses(trainer, rows)
+            second, _ = row_losses(trainer, rows)
+            assert state() == before
+            assert first == second
