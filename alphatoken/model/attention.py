@@ -187,8 +187,10 @@ class AttentionStatistics:
 
     def take_saved(self, output: Tensor) -> None:
         """Take the log-sum-exp that the kernel kept, from its output."""
-        # No kernel that keeps one caps its logits or has sinks.
-        if self.softcap is None and self.sinks is None:
+        # No kernel that keeps one caps its logits or has sinks. Under autocast it may have rounded
+        # queries and keys before their products, which are formed again here without that.
+        rounded = output.dtype != self.query.dtype
+        if self.softcap is None and self.sinks is None and not rounded:
             self._saved = saved_log_sum_exp(output, self.query.flatten(1, 2).shape)
 
     @full_precision

@@ -401,6 +401,28 @@ def test_log_sum_exp_of_the_kernel(case: AttentionCase, as_called: bool) -> None
     close(own.flatten(1, 2), own_alpha, 1.0 + own_alpha, CONTRACTION, name="alpha_tt")
 
 
+@given(attention_cases(softcap=None, sinks=False, mask="none", d=4, v=4, t=st.integers(2, 20)))
+@budget(0.3)
+def test_log_sum_exp_of_a_kernel_that_rounds_its_inputs(case: AttentionCase) -> None:
+    """Under autocast a kernel may round its inputs; the logits here do not, whatever ran before.
+
+    Proves: log sum exp of the kernel (exact), against explicit softmax.
+    """
+    call = case.call()
+    call = replace(call, **{n: getattr(call, n).float() for n in ("query", "key", "value")})
+    exact = fused_of(call, dense_mask(call))
+
+    def rounding(*tensors: Tensor) -> Tensor:
+        return exact(*(tensor.bfloat16() for tensor in tensors))
+
+    attention._ATTENDED_AS_CALLED.clear()
+    for kernel in (exact, exact, exact, rounding):  # the fourth call is not compared
+        _, statistics = attention.switchable_attention(call, kernel, BackwardSwitch())
+        lse = statistics.lse.flatten(1, 2)
+    expected = explicit_logits(call).logsumexp(-1)
+    close(lse, expected, 1.0 + expected.abs(), 1e-5, name="lse")
+
+
 @given(attention_cases(), st.frozensets(st.sampled_from(["query", "key", "value", "sinks"])))
 @example(HARD, frozenset({"query", "key", "value", "sinks"}))
 @example(HARD, frozenset({"sinks"}))
