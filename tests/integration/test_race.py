@@ -174,6 +174,27 @@ def test_a_race_that_ended_with_its_verdict_goes_on(tmp_path: Path) -> None:
     assert same_weights(ended.trainer, world.alone(result.winner, "alone"))
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("learning_rate", {"options": {"learning_rate": 0.5}}),
+        ("max_steps", {"options": {"max_steps": 2 * STEPS}}),
+        ("train_dataset", {"train_dataset": tiny.sft_rows(24, seed=77)}),
+    ],
+)
+def test_arms_that_have_not_begun_join_no_other_run(
+    name: str, change: Any, tmp_path: Path, kill: Any
+) -> None:
+    """Killed after the first arm: the second has no checkpoint with which it would be compared."""
+    world = World(tmp_path)
+    kill("before training_step", 3)
+    with pytest.raises(Killed):
+        world.race(looks=[2])
+    kill.undo()
+    with pytest.raises(ConfigError, match=f"differs in {name}"):
+        world.race(looks=[2], resume=True, **change)
+
+
 @pytest.mark.slow
 def test_two_processes_decide_as_one(tmp_path: Path) -> None:
     """The first one decides, both follow, and the winner is its run in two processes."""
