@@ -275,6 +275,16 @@ def test_rows_are_split_and_counted(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert words in page
 
 
+def test_rows_of_another_text_column_are_split(tmp_path: Path) -> None:
+    """A validation row that repeats a choosing row is found by ``dataset_text_field``, too."""
+    world = World(tmp_path)
+    text = [{"content": f"{row['prompt']}{row['completion']}"} for row in tiny.sums(32)]
+    rows = {"train_dataset": text[:16], "validation_dataset": text[16:24]}
+    options = {"dataset_text_field": "content"}
+    with pytest.raises(DataError, match="every validation row is a choosing row"):
+        world.race(choosing_dataset=text[16:24], options=options, **rows)
+
+
 def test_few_choosing_rows_are_warned_of(tmp_path: Path) -> None:
     with pytest.warns(AlphaTokenWarning, match="3 choosing rows: Student's t has 2 degrees"):
         World(tmp_path).race(choosing_dataset=tiny.sft_rows(3, seed=9), stop_after_looks=True)
