@@ -13,11 +13,11 @@ from typing import Any
 from transformers import set_seed
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.race.arms import Arm
+from alphatoken.race.arms import Arm, read_arms
 from alphatoken.race.options import RaceConfig
 from alphatoken.race.page import PAGE, verdict, write_race_page
 from alphatoken.race.rows import choosing_numbers, rows_without, take
-from alphatoken.race.runner import Race, RaceResult, refused_races
+from alphatoken.race.runner import Race, RaceResult, refused_arms, refused_races
 from alphatoken.train.distributed import cache_folder
 from alphatoken.train.dpo import AlphaDPOTrainer
 from alphatoken.train.leaks import leaking_rows, warn_of_leaks
@@ -72,8 +72,12 @@ def race(
     kind = _trainer_of(args)
     _check_arguments(model, arguments)
     raise_first(refused_races(args))
+    arms = read_arms(config.arms)
+    raise_first(refused_arms({arm.name: replace(args, **arm.options) for arm in arms}))
     train_dataset = as_dataset(train_dataset, "training")
     validation_dataset = as_dataset(validation_dataset, "validation")
+    for arm in arms:
+        _train_rows(train_dataset, arm)
     text_field = getattr(args, "dataset_text_field", "text")
     if choosing_dataset is None:
         validation_dataset, choosing_dataset = _split(

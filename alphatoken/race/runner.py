@@ -164,6 +164,23 @@ def refused_races(args: Any) -> Iterator[ConfigError]:
             )
 
 
+def refused_arms(args: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Reasons for refusing the arms of a race.
+
+    Args:
+        args: name of the arm -> configuration of its trainer.
+    """
+    for name, own in args.items():
+        if own.row_weights != "refused":
+            yield ConfigError(
+                "no race reads weights of rows",
+                got=f"the arm '{name}' has policy '{own.policy}'",
+                why="all arms train on the same rows, and 'all' counts every token alike",
+                remedy="another arm; or two runs, one by the weights and one with the column left "
+                "aside (--unread_columns weight), and --eval_data to compare them",
+            )
+
+
 def row_losses(trainer: Any, rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
     """Loss of each row in nats a token, and its response tokens; of a pair its loss, and 1.
 

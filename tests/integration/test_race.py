@@ -337,8 +337,14 @@ def test_an_arm_without_some_rows(tmp_path: Path) -> None:
         for path in folder.glob("checkpoint-*")
     ]
     assert {one["options"]["max_steps"] for one in facts} == {12}
-    with pytest.raises(ConfigError, match="leaves out no row"):
-        world.race("other", arms=["without:source=film"])
+    for arms, message in (
+        (["without:source=film"], "leaves out no row"),
+        ({"half": {**HALF, "keep_ratio": 7}}, "keep_ratio"),
+        (["weights"], "no race reads weights of rows"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            world.race("other", arms=arms)
+    assert not (tmp_path / "other").exists()
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -411,6 +417,8 @@ def test_the_command_on_pairs_and_what_it_refuses(
         (["--arms", "rndom"], "did you mean random"),
         (["--choosing_file", "none.jsonl"], "choosing_file does not exist"),
         (["--keep_retention"], "keep_retention needs retention rows"),
+        (["--arms", "without:source=film"], "leaves out no row"),
+        (["--arms", "weights"], "no race reads weights of rows"),
         (["--looks", "9"], "over before the last look"),
         (["--load_best_model_at_end", "true", "--eval_strategy", "steps", "--save_strategy",
           "steps", "--eval_data", str(place / "rows.jsonl")], "load_best_model_at_end"),
