@@ -191,7 +191,7 @@ def test_arms_that_have_not_begun_join_no_other_run(
     with pytest.raises(Killed):
         world.race(looks=[2])
     kill.undo()
-    with pytest.raises(ConfigError, match=f"differs in {name}"):
+    with declared("half"), pytest.raises(ConfigError, match=f"differs in {name}"):
         world.race(looks=[2], resume=True, **change)
 
 
