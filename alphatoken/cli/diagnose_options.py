@@ -51,7 +51,7 @@ def _size(text: str, name: str) -> Any:
 
 
 _NAMED = ("model_name_or_path", "train_file", "validation_file")
-_OF_READING = ("adapter", "trust_remote_code", "max_length", "chat_template", "on_bad_rows")
+_OF_READING = ("trust_remote_code", "max_length", "chat_template", "on_bad_rows")
 
 
 @dataclass(kw_only=True)
@@ -144,7 +144,10 @@ class DiagnoseOptions(CorpusOptions):
         """Options by which another command finds this model and these rows, for a shell.
 
         Model and files stand first, then what decides how rows are read and is not at its default.
+        None with an adapter: the commands that train begin at a whole model.
         """
+        if self.adapter is not None:
+            return ""
         of_rows = {one.name for kind in (ColumnOptions, LeftOutOptions) for one in fields(kind)}
         words: list[str] = []
         for name in _NAMED:

@@ -36,6 +36,7 @@ def run(words: Sequence[str]) -> int:
     configuration, kind = training.trainer_of(command)
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.training_rows import check_rows
+    from alphatoken.race.runner import refused_arms
     from alphatoken.train.refusals import raise_first
 
     def read(*over: str) -> Any:
@@ -48,6 +49,7 @@ def run(words: Sequence[str]) -> int:
     arms = read_arms(arguments.race.arms)
     # Whatever one arm cannot have is said before any work, and so is what rows cannot give it.
     by_arm = {arm.name: read(*_words(arm.options)) for arm in arms}
+    raise_first(refused_arms({name: own.training for name, own in by_arm.items()}))
     for own in by_arm.values():
         check_rows(own)
     training.check_output(arguments)
@@ -111,6 +113,8 @@ class _Command:
         if "watched_dataset" in datasets:
             rows["retention"] = datasets.pop("watched_dataset")
         self._datasets, self._rows = datasets, rows
+        for arm in read_arms(arguments.race.arms):
+            self._train_rows(arm)  # none of them is refused when others have been trained
 
     def run(self) -> None:
         """The race, then the winner's run."""
@@ -155,7 +159,6 @@ class _Command:
                 _say(f"{name}: {option} of the run gives way to this arm: it is {value!r} there")
 
     def _make(self, arm: Arm, folder: Path) -> Any:
-        from alphatoken.race.rows import rows_without, take
         from alphatoken.train.distributed import cache_folder
 
         arguments, args = self._by_arm[arm.name], self._arguments.training
@@ -164,9 +167,15 @@ class _Command:
             for name, place in _CACHES.items():
                 own[name] = str(cache_folder(getattr(args, name), args.output_dir, place))
             arguments = self._read(*_words({**arm.options, **own}))
-        datasets = dict(self._datasets)
-        if arm.without is not None:
-            entries = [one[arm.without[0]] for one in self._entries]
-            kept = rows_without(entries, arm.without, arm.name)
-            datasets["train_dataset"] = take(datasets["train_dataset"], kept)
+        datasets = {**self._datasets, "train_dataset": self._train_rows(arm)}
         return training.make_trainer(arguments, self._kind, self._tokenizer, datasets)
+
+    def _train_rows(self, arm: Arm) -> Any:
+        """The training rows of an arm."""
+        from alphatoken.race.rows import rows_without, take
+
+        rows = self._datasets["train_dataset"]
+        if arm.without is None:
+            return rows
+        entries = [one[arm.without[0]] for one in self._entries]
+        return take(rows, rows_without(entries, arm.without, arm.name))

@@ -83,7 +83,7 @@ def write_race_page(path: Path, result: RaceResult, command: str = "") -> None:
     columns = [("choosing", outcome.differences), ("retention", outcome.retention)]
     sections = [_column(state, name, looks) for name, looks in columns if looks]
     sections += [_cost(result), Section("limits", "What a race does not say", remarks=LIMITS)]
-    digests = {"rows", "start"}
+    digests = {"rows", "start", "run"}
     settings = {n: _plain(value) for n, value in state.settings.items() if n not in digests}
     counts = [f"{own['rows']} {name} rows" for name, own in state.settings["rows"].items()]
     page = render_page(

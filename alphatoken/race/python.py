@@ -13,11 +13,11 @@ from typing import Any
 from transformers import set_seed
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.race.arms import Arm
+from alphatoken.race.arms import Arm, read_arms
 from alphatoken.race.options import RaceConfig
 from alphatoken.race.page import PAGE, verdict, write_race_page
 from alphatoken.race.rows import choosing_numbers, rows_without, take
-from alphatoken.race.runner import Race, RaceResult, refused_races
+from alphatoken.race.runner import Race, RaceResult, refused_arms, refused_races
 from alphatoken.train.distributed import cache_folder
 from alphatoken.train.dpo import AlphaDPOTrainer
 from alphatoken.train.leaks import leaking_rows, warn_of_leaks
@@ -72,16 +72,20 @@ def race(
     kind = _trainer_of(args)
     _check_arguments(model, arguments)
     raise_first(refused_races(args))
+    arms = read_arms(config.arms)
+    raise_first(refused_arms({arm.name: replace(args, **arm.options) for arm in arms}))
     train_dataset = as_dataset(train_dataset, "training")
     validation_dataset = as_dataset(validation_dataset, "validation")
+    for arm in arms:
+        _train_rows(train_dataset, arm)
+    text_field = getattr(args, "dataset_text_field", "text")
     if choosing_dataset is None:
         validation_dataset, choosing_dataset = _split(
-            validation_dataset, config.choosing_rows, args.value_seed
+            validation_dataset, config.choosing_rows, args.value_seed, text_field
         )
     else:
         choosing_dataset = as_dataset(choosing_dataset, "choosing")
-        validation_dataset = _without_leaks(validation_dataset, choosing_dataset)
-    text_field = getattr(args, "dataset_text_field", "text")
+        validation_dataset = _without_leaks(validation_dataset, choosing_dataset, text_field)
     warn_of_leaks(
         plain_rows(train_dataset), {"choosing": plain_rows(choosing_dataset)}, text_field=text_field
     )
@@ -171,7 +175,7 @@ def _make(
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def _split(dataset: Any, wanted: int | None, seed: int) -> tuple[Any, Any]:
+def _split(dataset: Any, wanted: int | None, seed: int, text_field: str) -> tuple[Any, Any]:
     if not hasattr(dataset, "__len__"):
         raise ConfigError(
             "choosing rows cannot be set aside of a stream",
@@ -181,12 +185,13 @@ def _split(dataset: Any, wanted: int | None, seed: int) -> tuple[Any, Any]:
     chosen = choosing_numbers(len(dataset), wanted, seed)
     rest = [number for number in range(len(dataset)) if number not in {*chosen}]
     choosing = take(dataset, chosen)
-    return _without_leaks(take(dataset, rest), choosing), choosing
+    return _without_leaks(take(dataset, rest), choosing, text_field), choosing
 
 
-def _without_leaks(validation: Any, choosing: Any) -> Any:
+def _without_leaks(validation: Any, choosing: Any, text_field: str) -> Any:
     """Validation rows, without those that are choosing rows or have the prompt of one."""
-    leaks = set(leaking_rows(plain_rows(validation), plain_rows(choosing)))
+    plain = plain_rows(validation), plain_rows(choosing)
+    leaks = set(leaking_rows(*plain, text_field=text_field))
     if not leaks:
         return validation
     kept = [number for number in range(len(validation)) if number not in leaks]

@@ -37,10 +37,16 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.race.arms import ALL, EARLIEST, Arm, looks_of, read_arms
 from alphatoken.race.decision import Column, Outcome, check_rows, decide
 from alphatoken.race.options import RaceConfig
-from alphatoken.support.resume import refuse_other_run
+from alphatoken.support.resume import refuse_changes, refuse_other_run
 from alphatoken.support.storage import flush, read_json, write_json
 from alphatoken.train.distributed import Ranks, layout
-from alphatoken.train.manifest import RUN, checkpoints, dataset_digest, weights_fingerprint
+from alphatoken.train.manifest import (
+    RUN,
+    checkpoints,
+    dataset_digest,
+    split_changes,
+    weights_fingerprint,
+)
 
 STATE, ARMS = "race.json", "arms"
 """The state of a race, and the folder of its arms, in ``output_dir``."""
@@ -158,6 +164,23 @@ def refused_races(args: Any) -> Iterator[ConfigError]:
             )
 
 
+def refused_arms(args: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Reasons for refusing the arms of a race.
+
+    Args:
+        args: name of the arm -> configuration of its trainer.
+    """
+    for name, own in args.items():
+        if own.row_weights != "refused":
+            yield ConfigError(
+                "no race reads weights of rows",
+                got=f"the arm '{name}' has policy '{own.policy}'",
+                why="all arms train on the same rows, and 'all' counts every token alike",
+                remedy="another arm; or two runs, one by the weights and one with the column left "
+                "aside (--unread_columns weight), and --eval_data to compare them",
+            )
+
+
 def row_losses(trainer: Any, rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
     """Loss of each row in nats a token, and its response tokens; of a pair its loss, and 1.
 
@@ -270,6 +293,8 @@ class Race:
         if earlier is not None:
             self._state = earlier
             refuse_other_run(self.state.settings, self.state.settings | self._settings())
+            # An arm that has not begun has no checkpoint to be compared with.
+            self._first = self._trainer(self.arms[ALL], self._arm_folder(ALL))
         else:
             self._refuse_checkpoints()
             self._first = self._trainer(self.arms[ALL], self._arm_folder(ALL))
@@ -337,7 +362,8 @@ class Race:
             return
         self.say(f"{name}: to step {step} of {self.state.steps}")
         started = time.monotonic()
-        first, self._first = self._first, None
+        first = self._first if name == ALL else None
+        self._first = None
         trainer, looks = first or self._trainer(self.arms[name], self._arm_folder(name))
         looks.stop, state = step, self.state
         try:
@@ -378,6 +404,8 @@ class Race:
             self._agreed = True
         refuse_other_run({"rows": self.state.settings["rows"]}, {"rows": facts})
         self._require_same_start(trainer, arm)
+        if arm.name == ALL:
+            self._require_same_run(trainer)
         trainer.args.max_steps = self.state.steps
         looks = _Looks(self.state.looks, partial(self._measure, trainer, arm, rows))
         trainer.add_callback(looks)
@@ -392,6 +420,15 @@ class Race:
                 remedy="the model that the race began with; of a function, one that makes the same "
                 "model at each call",
             )
+
+    def _require_same_run(self, trainer: Any) -> None:
+        changes, _ = split_changes(self.state.settings["run"], trainer.run_facts())
+        refuse_changes(
+            changes,
+            what="this is not the race to go on with",
+            why="arms that trained by other options or on other rows would be compared",
+            remedy="repeat the earlier arguments, or --overwrite_output, or another output_dir",
+        )
 
     def _rows(self, trainer: Any) -> dict[str, list[dict[str, Any]]]:
         """Tokenised choosing and retention rows, those of the first trainer for all of them."""
@@ -412,7 +449,7 @@ class Race:
             check_rows(own["rows"], f"{name} rows")
         steps = whole_run(trainer)
         looks = list(looks_of(steps, self._config.looks))
-        own = {"looks": looks, "rows": facts, "start": _start(trainer)}
+        own = {"looks": looks, "rows": facts, "start": _start(trainer), "run": trainer.run_facts()}
         return RaceState({"steps": steps, **self._settings(), **own})
 
     def _measure(

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from alphatoken.cli import main
+from alphatoken.cli.arguments import read_arguments
+from alphatoken.cli.diagnose_options import DiagnoseOptions
 from alphatoken.diagnose import data
 from alphatoken.diagnose.data import JUDGED, TRUSTED
 from alphatoken.diagnose.diagnosis import Diagnosis
 from alphatoken.score.run import score_rows
 from alphatoken.score.values import ScoredExample, read_values
+from alphatoken.train import AlphaSFTConfig
 from tests.integration.browser import opened
 from tests.integration.small_world import exchanges, flags, saved_model, write_rows
 from tests.integration.word_problems import chats, with_foreign_answers, with_wrong_words
@@ -111,6 +114,23 @@ def test_what_is_said_and_shown(
     assert found.settings["walk_steps"] == 3
     settings = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]
     assert (settings["estimator"], settings["walk_steps"]) == ("walk", 3)
+
+
+def test_a_race_has_every_option_of_the_next_command() -> None:
+    """And there is no command for an adapter, at which no trainer begins."""
+    own = {"model_name_or_path": "M", "train_file": "R", "output_dir": "O"}
+    of_rows = {"prompt_column": "p", "response_column": "r", "messages_column": "m"}
+    of_rows |= {"unread_columns": "a,b", "on_empty": "error", "leak_key": "conversation"}
+    of_rows |= {"turns": "last", "max_length": 32, "chat_template": False}
+    of_rows |= {"on_bad_rows": "skip", "trust_remote_code": True, "validation_file": "T"}
+    said = shlex.split(DiagnoseOptions(**own, **of_rows).words)
+    assert {word.removeprefix("--").removeprefix("no_") for word in said if word[:2] == "--"} == (
+        of_rows.keys() | own.keys() - {"output_dir"}
+    )
+    cpu = ["--output_dir", "O", "--use_cpu", "--bf16", "false"]
+    read = read_arguments("sft", [*said, *cpu], AlphaSFTConfig, race=True)
+    assert (read.training.max_length, read.data.chat_template) == (32, False)
+    assert DiagnoseOptions(**own, adapter="A").words == ""
 
 
 def test_the_next_command_names_model_and_rows_as_they_were_named(

@@ -174,6 +174,27 @@ def test_a_race_that_ended_with_its_verdict_goes_on(tmp_path: Path) -> None:
     assert same_weights(ended.trainer, world.alone(result.winner, "alone"))
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("learning_rate", {"options": {"learning_rate": 0.5}}),
+        ("max_steps", {"options": {"max_steps": 2 * STEPS}}),
+        ("train_dataset", {"train_dataset": tiny.sft_rows(24, seed=77)}),
+    ],
+)
+def test_arms_that_have_not_begun_join_no_other_run(
+    name: str, change: Any, tmp_path: Path, kill: Any
+) -> None:
+    """Killed after the first arm: the second has no checkpoint with which it would be compared."""
+    world = World(tmp_path)
+    kill("before training_step", 3)
+    with pytest.raises(Killed):
+        world.race(looks=[2])
+    kill.undo()
+    with declared("half"), pytest.raises(ConfigError, match=f"differs in {name}"):
+        world.race(looks=[2], resume=True, **change)
+
+
 @pytest.mark.slow
 def test_two_processes_decide_as_one(tmp_path: Path) -> None:
     """The first one decides, both follow, and the winner is its run in two processes."""
@@ -254,6 +275,16 @@ def test_rows_are_split_and_counted(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert words in page
 
 
+def test_rows_of_another_text_column_are_split(tmp_path: Path) -> None:
+    """A validation row that repeats a choosing row is found by ``dataset_text_field``, too."""
+    world = World(tmp_path)
+    text = [{"content": f"{row['prompt']}{row['completion']}"} for row in tiny.sums(32)]
+    rows = {"train_dataset": text[:16], "validation_dataset": text[16:24]}
+    options = {"dataset_text_field": "content"}
+    with pytest.raises(DataError, match="every validation row is a choosing row"):
+        world.race(choosing_dataset=text[16:24], options=options, **rows)
+
+
 def test_few_choosing_rows_are_warned_of(tmp_path: Path) -> None:
     with pytest.warns(AlphaTokenWarning, match="3 choosing rows: Student's t has 2 degrees"):
         World(tmp_path).race(choosing_dataset=tiny.sft_rows(3, seed=9), stop_after_looks=True)
@@ -306,8 +337,14 @@ def test_an_arm_without_some_rows(tmp_path: Path) -> None:
         for path in folder.glob("checkpoint-*")
     ]
     assert {one["options"]["max_steps"] for one in facts} == {12}
-    with pytest.raises(ConfigError, match="leaves out no row"):
-        world.race("other", arms=["without:source=film"])
+    for arms, message in (
+        (["without:source=film"], "leaves out no row"),
+        ({"half": {**HALF, "keep_ratio": 7}}, "keep_ratio"),
+        (["weights"], "no race reads weights of rows"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            world.race("other", arms=arms)
+    assert not (tmp_path / "other").exists()
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -380,6 +417,8 @@ def test_the_command_on_pairs_and_what_it_refuses(
         (["--arms", "rndom"], "did you mean random"),
         (["--choosing_file", "none.jsonl"], "choosing_file does not exist"),
         (["--keep_retention"], "keep_retention needs retention rows"),
+        (["--arms", "without:source=film"], "leaves out no row"),
+        (["--arms", "weights"], "no race reads weights of rows"),
         (["--looks", "9"], "over before the last look"),
         (["--load_best_model_at_end", "true", "--eval_strategy", "steps", "--save_strategy",
           "steps", "--eval_data", str(place / "rows.jsonl")], "load_best_model_at_end"),
