@@ -51,7 +51,7 @@ def _size(text: str, name: str) -> Any:
 
 
 _NAMED = ("model_name_or_path", "train_file", "validation_file")
-_OF_READING = ("trust_remote_code", "max_length", "chat_template", "on_bad_rows")
+_OF_READING = ("trust_remote_code", "max_length", "chat_template", "on_bad_rows", "train_limit")
 
 
 @dataclass(kw_only=True)

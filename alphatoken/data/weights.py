@@ -163,9 +163,22 @@ def joined(labels: Sequence[int], weights: Sequence[float]) -> list[int]:
 
     What cuts, packs and shuffles labels then does so to the weights. The upper half of an integer
     is the weight in float32, the lower half the label. No finite weight makes -100 of them.
+
+    Raises:
+        DataError: the product of two weights that is beyond float32.
     """
     own = np.asarray(labels, np.int64)
-    bits = np.asarray(weights, np.float32).view(np.int32).astype(np.int64) << 32
+    with np.errstate(over="ignore"):
+        factors = np.asarray(weights, np.float64).astype(np.float32)
+    if not np.isfinite(factors).all():
+        token = int(np.argmin(np.isfinite(factors)))
+        raise DataError(
+            "the weight of a token is beyond float32",
+            got=f"{weights[token]:g} at token {token}: the weight of the row times its own",
+            why="each weight is a factor in float32 on the losses of tokens",
+            remedy="smaller weights",
+        )
+    bits = factors.view(np.int32).astype(np.int64) << 32
     return np.where(own >= 0, bits | own, own).tolist()  # type: ignore[no-any-return]
 
 

@@ -123,6 +123,7 @@ def test_a_race_has_every_option_of_the_next_command() -> None:
     of_rows |= {"unread_columns": "a,b", "on_empty": "error", "leak_key": "conversation"}
     of_rows |= {"turns": "last", "max_length": 32, "chat_template": False}
     of_rows |= {"on_bad_rows": "skip", "trust_remote_code": True, "validation_file": "T"}
+    of_rows |= {"train_limit": 40}
     said = shlex.split(DiagnoseOptions(**own, **of_rows).words)
     assert {word.removeprefix("--").removeprefix("no_") for word in said if word[:2] == "--"} == (
         of_rows.keys() | own.keys() - {"output_dir"}

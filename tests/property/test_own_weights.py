@@ -23,7 +23,7 @@ from torch import Tensor
 
 from alphatoken.data import Row, Turn, encode_row
 from alphatoken.data.weights import joined, parted, turn_weights
-from alphatoken.errors import NumericalError
+from alphatoken.errors import DataError, NumericalError
 from tests.property.profiles import budget
 from tests.property.reference_step import RunConfig
 from tests.property.setups import refusal
@@ -55,6 +55,12 @@ def test_label_and_weight_travel_as_one(tokens: list[tuple[int, float]], cut: in
     assert own == labels[:cut]
     expected = [w if label != -100 else 0.0 for label, w in tokens[:cut]]
     assert np.float32(theirs).tobytes() == np.float32(expected).tobytes()
+
+
+def test_a_product_beyond_float32_is_refused() -> None:
+    """Weights of a row and of its tokens may be finite each, and their product not."""
+    with pytest.raises(DataError, match=r"1e\+60 at token 1"):
+        joined([1, 2], [1.0, 1e60])
 
 
 # --- turns ----------------------------------------------------------------------------------------
