@@ -179,6 +179,22 @@ def refused_arms(args: Mapping[str, Any]) -> Iterator[ConfigError]:
                 remedy="another arm; or two runs, one by the weights and one with the column left "
                 "aside (--unread_columns weight), and --eval_data to compare them",
             )
+    held = {
+        name: (own.objective == "stability", own.reads_fisher)
+        for name, own in args.items()
+        if own.needs_values
+    }
+    # Which rows are held out is decided once, for all arms.
+    if len(kinds := list(dict.fromkeys(held.values()))) > 1:
+        first, other = (next(n for n, own in held.items() if own == kind) for kind in kinds[:2])
+        yield ConfigError(
+            "the arms of a race need other rows held out",
+            got=f"'{first}' and '{other}' differ in objective or retention",
+            why="all arms train on the same rows; one would hold out prompts of a Fisher, or no "
+            "validation rows",
+            remedy="the same objective and retention for all arms that value tokens, such as "
+            "objective=adaptation,retention=none",
+        )
 
 
 def row_losses(trainer: Any, rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:

@@ -341,6 +341,21 @@ def test_an_arm_without_some_rows(tmp_path: Path) -> None:
         (["without:source=film"], "leaves out no row"),
         ({"half": {**HALF, "keep_ratio": 7}}, "keep_ratio"),
         (["weights"], "no race reads weights of rows"),
+        (
+            {
+                name: {
+                    "policy": "top",
+                    "estimator": "alphatoken",
+                    "objective": objective,
+                    "retention": retention,
+                }
+                for name, objective, retention in (
+                    ("plain", "adaptation", "none"),
+                    ("kept", "both", "diagonal"),
+                )
+            },
+            "other rows held out.*'plain' and 'kept'",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             world.race("other", arms=arms)
