@@ -6,10 +6,9 @@ trains shows what it trains on when its first word is exchanged.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from alphatoken.cli.program import CommandParser, add_option, add_options, kinds_of
 from alphatoken.cli.training_options import RowArguments
@@ -114,7 +113,7 @@ def help_text() -> str:
     return parser.format_help()
 
 
-def _rows_group(parser: CommandParser) -> argparse._ArgumentGroup:
+def _rows_group(parser: CommandParser) -> Any:
     group = parser.add_argument_group("options of sft and dpo that say how rows are read")
     group.add_argument("--model_name_or_path", metavar="PATH", help="model folder or hub name")
     group.add_argument(

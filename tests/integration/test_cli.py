@@ -489,8 +489,8 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> Non
         assert error.count("\n") == 1
     assert main(["scores"]) == main(["xyz"]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert "no command 'scores'; did you mean 'score'? Commands: score, fisher" in first
-    assert "no command 'xyz'. Commands: score, fisher" in second
+    assert "no command 'scores'; did you mean 'score'? Commands: show, score" in first
+    assert "no command 'xyz'. Commands: show, score" in second
 
 
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
