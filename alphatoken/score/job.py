@@ -74,14 +74,14 @@ class CorpusSurvey:
         counts: of rows, by outcome: one of :data:`OUTCOMES`.
         encoded: sums up those that became tokens.
         bad: index, place and reason of each row that cannot be read or written as tokens.
-        tokens: of the rows that are valued, by index, each without its text; None where they are
+        tokens: place, ids and labels of the rows that are valued, by index; None where they are
             more than ``MOST_TOKENS``: such rows are written as tokens again when they are valued.
     """
 
     counts: dict[str, int] = field(default_factory=Counter)
     encoded: EncodeReport = field(default_factory=EncodeReport)
     bad: list[dict[str, Any]] = field(default_factory=list)
-    tokens: dict[int, tuple[Row, array[int], array[int]]] | None = field(default_factory=dict)
+    tokens: dict[int, tuple[str, array[int], array[int]]] | None = field(default_factory=dict)
 
     def add_tokens(self, example: Example) -> None:
         """Keep the tokens of a row that is valued, as long as all of them are few enough."""
@@ -89,15 +89,15 @@ class CorpusSurvey:
             self.tokens = None
         if self.tokens is not None:
             ids, labels = (array("i", part) for part in (example.input_ids, example.labels))
-            self.tokens[example.row.index] = (replace(example.row, turns=()), ids, labels)
+            self.tokens[example.row.index] = (example.row.place, ids, labels)
 
     def examples(self, rows: range) -> Iterator[Example]:
         """Those of these rows that are valued, without their text; as ``Corpus.examples``."""
         assert self.tokens is not None
         for index in rows:
             if index in self.tokens:
-                row, ids, labels = self.tokens[index]
-                yield Example(row, ids.tolist(), labels.tolist())
+                place, ids, labels = self.tokens[index]
+                yield Example(Row(index, place, ()), ids.tolist(), labels.tolist())
 
     def add_bad(self, index: int, place: str, reason: str) -> None:
         """Count a bad row, and keep what is wrong with it."""
