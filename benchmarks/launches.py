@@ -190,10 +190,9 @@ def scored_corpus(folder: Path, *, count: int = 64, batch: int = 8) -> CorpusCou
         return encode_example(row, *rest)
 
     with tempfile.TemporaryDirectory() as out, ExitStack() as stack:
-        rows = Path(out, "rows.jsonl")
-        write_jsonl(rows, [{"prompt": r.prompt, "response": r.response} for r in code_rows(count)])
-        held_out = Path(out, "validation.jsonl")
+        rows, held_out = Path(out, "rows.jsonl"), Path(out, "validation.jsonl")
         texts = [{"prompt": r.prompt, "response": r.response} for r in code_rows(count + 4)]
+        write_jsonl(rows, texts[:count])
         write_jsonl(held_out, texts[count:])
         stack.enter_context(mock.patch.object(run, "_score_batch", counted_batch))
         stack.enter_context(mock.patch.object(encode, "encode_example", counted_row))

@@ -7,7 +7,6 @@ say of an arm, and recipes give way to it as they do to what is typed.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -18,9 +17,7 @@ from typing import Any
 from alphatoken.cli import training
 from alphatoken.errors import ConfigError
 from alphatoken.race.arms import ALL, Arm, read_arms
-
-_CACHES = {"policy_cache": "policies", "fisher_cache": "fisher"}
-"""Folders of caches that arms share, as the run by itself would have them."""
+from alphatoken.support.progress import is_first_process
 
 
 def run(words: Sequence[str]) -> int:
@@ -72,16 +69,12 @@ def _refused(arguments: Any) -> Iterator[ConfigError]:
 
 def _clear_race(arguments: Any) -> None:
     """Remove an earlier race under ``--overwrite_output``."""
-    if arguments.run.overwrite_output and _first():
+    if arguments.run.overwrite_output and is_first_process():
         from alphatoken.race.runner import ARMS, STATE
 
         folder = Path(arguments.training.output_dir)
         (folder / STATE).unlink(missing_ok=True)
         shutil.rmtree(folder / ARMS, ignore_errors=True)
-
-
-def _first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _words(options: Mapping[str, Any]) -> list[str]:
@@ -94,7 +87,7 @@ def _words(options: Mapping[str, Any]) -> list[str]:
 
 
 def _say(line: str) -> None:
-    if _first():
+    if is_first_process():
         print(f"note: {line}", file=sys.stderr, flush=True)
 
 
@@ -139,7 +132,7 @@ class _Command:
             raise KeyboardInterrupt(
                 "the same command with --resume goes on with the race"
             ) from None
-        if _first():
+        if is_first_process():
             print(f"{verdict(result)}\n{cost(result)}\npage: {folder / PAGE}", flush=True)
         if self._arguments.race.stop_after_looks:
             _say(f"to go on: {command}")
@@ -159,13 +152,10 @@ class _Command:
                 _say(f"{name}: {option} of the run gives way to this arm: it is {value!r} there")
 
     def _make(self, arm: Arm, folder: Path) -> Any:
-        from alphatoken.train.distributed import cache_folder
+        from alphatoken.race.runner import options_in
 
         arguments, args = self._by_arm[arm.name], self._arguments.training
-        if folder != Path(args.output_dir):
-            own: dict[str, Any] = {"output_dir": str(folder), "push_to_hub": False}
-            for name, place in _CACHES.items():
-                own[name] = str(cache_folder(getattr(args, name), args.output_dir, place))
+        if own := options_in(folder, args):
             arguments = self._read(*_words({**arm.options, **own}))
         datasets = {**self._datasets, "train_dataset": self._train_rows(arm)}
         return training.make_trainer(arguments, self._kind, self._tokenizer, datasets)

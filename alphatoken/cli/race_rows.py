@@ -10,7 +10,7 @@ from alphatoken.data import Example, Pair, leak_keys
 from alphatoken.data.split import repeated_in
 from alphatoken.errors import DataError
 from alphatoken.race.arms import read_arms
-from alphatoken.race.rows import choosing_numbers
+from alphatoken.race.rows import choosing_numbers, take
 
 Item = Example | Pair
 Read = Callable[[str, str], list[Item]]
@@ -78,9 +78,8 @@ def rows_of_race(
     race = arguments.race
     if not choosing:
         trusted, seed = pools["validation"], arguments.training.value_seed
-        numbers = choosing_numbers(len(trusted), race.choosing_rows, seed)
-        choosing = [trusted[number] for number in numbers]
-        rest = [item for number, item in enumerate(trusted) if number not in {*numbers}]
+        chosen, others = choosing_numbers(len(trusted), race.choosing_rows, seed)
+        choosing, rest = take(trusted, chosen), take(trusted, others)
         pools["validation"], left = _apart_from(choosing, rest, arguments.data.leak_key)
         notes.append(
             f"{len(choosing)} of {len(trusted)} validation rows are set aside to choose by, and "

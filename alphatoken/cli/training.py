@@ -18,6 +18,7 @@ from alphatoken.cli.program import CommandParser, add_option, kinds_of
 from alphatoken.cli.recipes import accelerate_config, packaged_recipes
 from alphatoken.cli.training_options import RaceArguments, RowArguments, RunArguments
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.support.progress import is_first_process
 from alphatoken.train.fields import AlphaFields, PairFields
 
 __all__ = [
@@ -172,7 +173,7 @@ def check_output(arguments: Any) -> None:
     from alphatoken.support.resume import command_of, require_writable
 
     folder = Path(arguments.training.output_dir)
-    if not _first():
+    if not is_first_process():
         return
     if folder.exists() and not folder.is_dir():
         raise ConfigError("output_dir is a file", got=str(folder), remedy="name a folder")
@@ -199,14 +200,10 @@ def check_output(arguments: Any) -> None:
 
 def clear_output(arguments: Any) -> None:
     """Remove the checkpoints of an earlier run under ``--overwrite_output``."""
-    if _first() and arguments.run.overwrite_output:
+    if is_first_process() and arguments.run.overwrite_output:
         for path in Path(arguments.training.output_dir).glob("checkpoint-*"):
             if path.is_dir():
                 shutil.rmtree(path)
-
-
-def _first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def check_launch(arguments: Any) -> None:

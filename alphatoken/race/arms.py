@@ -32,8 +32,9 @@ EARLIEST = 20
 steps selection led on rows of each of four kinds, and at forty on one of them alone."""
 
 _NAME = re.compile(r"[\w.+-]+(:[\w.+-]+=[^/\\,]+)?")
-_CACHES = {"policy_cache", "fisher_cache"}
-_OPTIONS = [one.name for one in fields(AlphaFields) if one.name not in _CACHES]
+CACHES = {"policy_cache": "policies", "fisher_cache": "fisher"}
+"""Options for folders of caches, which no arm changes; the folder of each in ``output_dir``."""
+_OPTIONS = [one.name for one in fields(AlphaFields) if one.name not in CACHES]
 WITHOUT = "without"
 
 

@@ -167,18 +167,18 @@ def _mean(losses: Sequence[float], tokens: Sequence[float]) -> float:
 
 def steps_taken(result: RaceResult) -> dict[str, int]:
     """Steps of each arm up to the last look that it was measured at."""
-    state, taken = result.state, dict.fromkeys(result.state.settings["arms"], 0)
+    state, by_arm = result.state, dict.fromkeys(result.state.settings["arms"], 0)
     for step in state.looks:
         for arm in state.losses.get(str(step), {}):
-            taken[arm] = step
-    return taken
+            by_arm[arm] = step
+    return by_arm
 
 
 def cost(result: RaceResult) -> str:
     """What the arms that did not win have cost, in a sentence."""
-    taken, seconds = steps_taken(result), result.state.seconds
-    lost = [name for name in taken if name != result.winner]
-    steps, spent = sum(taken[name] for name in lost), sum(seconds.get(name, 0.0) for name in lost)
+    by_arm, seconds = steps_taken(result), result.state.seconds
+    lost = [name for name in by_arm if name != result.winner]
+    steps, spent = sum(by_arm[name] for name in lost), sum(seconds.get(name, 0.0) for name in lost)
     share = steps / result.state.steps
     return (
         f"The arms that do not go on took {steps} steps ({share:.0%} of a whole run) and "
@@ -187,9 +187,9 @@ def cost(result: RaceResult) -> str:
 
 
 def _cost(result: RaceResult) -> Section:
-    state, outcome, taken = result.state, result.outcome, steps_taken(result)
+    state, outcome, by_arm = result.state, result.outcome, steps_taken(result)
     fates = {}
-    for name in taken:
+    for name in by_arm:
         left = outcome.left_at.get(name)
         fates[name] = "runs" if left is None else f"left at step {state.looks[left]}"
         if outcome.winner is not None and left is None:
@@ -197,10 +197,10 @@ def _cost(result: RaceResult) -> Section:
         if name in state.failures:
             fates[name] = f"failed: {state.failures[name]}"
     columns: list[Any] = [
-        ("arm", "words", list(taken)),
-        ("options", "words", [_plain(state.settings["arms"][name]) for name in taken]),
-        ("steps", "number", [str(steps) for steps in taken.values()]),
-        ("seconds", "number", [f"{state.seconds.get(name, 0.0):.0f}" for name in taken]),
+        ("arm", "words", list(by_arm)),
+        ("options", "words", [_plain(state.settings["arms"][name]) for name in by_arm]),
+        ("steps", "number", [str(steps) for steps in by_arm.values()]),
+        ("seconds", "number", [f"{state.seconds.get(name, 0.0):.0f}" for name in by_arm]),
         ("outcome", "words", list(fates.values())),
     ]
     remarks = [cost(result)] if outcome.winner else []

@@ -17,8 +17,7 @@ from alphatoken.race.arms import Arm, read_arms
 from alphatoken.race.options import RaceConfig
 from alphatoken.race.page import PAGE, verdict, write_race_page
 from alphatoken.race.rows import choosing_numbers, rows_without, take
-from alphatoken.race.runner import Race, RaceResult, refused_arms, refused_races
-from alphatoken.train.distributed import cache_folder
+from alphatoken.race.runner import Race, RaceResult, options_in, refused_arms, refused_races
 from alphatoken.train.dpo import AlphaDPOTrainer
 from alphatoken.train.leaks import leaking_rows, warn_of_leaks
 from alphatoken.train.python_rows import as_dataset, plain_rows
@@ -152,12 +151,7 @@ def _make(
     folder: Path,
 ) -> Any:
     """A new trainer of one arm."""
-    own = dict(arm.options)
-    if folder != Path(str(args.output_dir)):
-        caches = {"policy_cache": "policies", "fisher_cache": "fisher"}
-        for name, place in caches.items():  # as of the run in its own folder
-            own[name] = str(cache_folder(getattr(args, name), args.output_dir, place))
-        own |= {"output_dir": str(folder), "push_to_hub": False}
+    own = {**arm.options, **options_in(folder, args)}
     # What has state, or moves in training: nothing of one arm enters another.
     apart = {"peft_config", "callbacks"} & arguments.keys()
     apart |= {"ref_model"} & arguments.keys() if getattr(args, "sync_ref_model", False) else set()
@@ -182,8 +176,7 @@ def _split(dataset: Any, wanted: int | None, seed: int, text_field: str) -> tupl
             got=type(dataset).__name__,
             remedy="a list or a datasets.Dataset, or choosing_dataset=...",
         )
-    chosen = choosing_numbers(len(dataset), wanted, seed)
-    rest = [number for number in range(len(dataset)) if number not in {*chosen}]
+    chosen, rest = choosing_numbers(len(dataset), wanted, seed)
     choosing = take(dataset, chosen)
     return _without_leaks(take(dataset, rest), choosing, text_field), choosing
 

@@ -10,8 +10,8 @@ from alphatoken.errors import ConfigError
 from alphatoken.race.decision import FEW
 
 
-def choosing_numbers(rows: int, wanted: int | None, seed: int) -> list[int]:
-    """Numbers of the trusted rows that are set aside to choose by, drawn by the seed alone.
+def choosing_numbers(rows: int, wanted: int | None, seed: int) -> tuple[list[int], list[int]]:
+    """Numbers of the trusted rows to choose by, drawn by the seed alone, and of the others.
 
     Args:
         rows: how many trusted rows there are.
@@ -30,7 +30,8 @@ def choosing_numbers(rows: int, wanted: int | None, seed: int) -> list[int]:
             remedy="more validation rows, a smaller choosing_rows, or choosing rows of their own "
             "(choosing_dataset=..., --choosing_file FILE)",
         )
-    return sorted(random.Random(f"choosing rows {seed}").sample(range(rows), count))
+    chosen = set(random.Random(f"choosing rows {seed}").sample(range(rows), count))
+    return sorted(chosen), [number for number in range(rows) if number not in chosen]
 
 
 def take(dataset: Any, numbers: Sequence[int]) -> Any:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,12 +33,13 @@ from alphatoken.direction.objective import objective_value
 from alphatoken.errors import ConfigError, DataError, NumericalError, UnsupportedError
 from alphatoken.model.forward import evaluation_mode
 from alphatoken.model.protocol import find_adapter
-from alphatoken.race.arms import ALL, EARLIEST, Arm, looks_of, read_arms
+from alphatoken.race.arms import ALL, CACHES, EARLIEST, Arm, looks_of, read_arms
 from alphatoken.race.decision import Column, Outcome, check_rows, decide
 from alphatoken.race.options import RaceConfig
+from alphatoken.support.progress import is_first_process
 from alphatoken.support.resume import refuse_changes, refuse_other_run
 from alphatoken.support.storage import flush, read_json, write_json
-from alphatoken.train.distributed import Ranks, layout
+from alphatoken.train.distributed import Ranks, cache_folder, layout
 from alphatoken.train.manifest import (
     RUN,
     checkpoints,
@@ -179,14 +179,14 @@ def refused_arms(args: Mapping[str, Any]) -> Iterator[ConfigError]:
                 remedy="another arm; or two runs, one by the weights and one with the column left "
                 "aside (--unread_columns weight), and --eval_data to compare them",
             )
-    held = {
+    needs = {
         name: (own.objective == "stability", own.reads_fisher)
         for name, own in args.items()
         if own.needs_values
     }
     # Which rows are held out is decided once, for all arms.
-    if len(kinds := list(dict.fromkeys(held.values()))) > 1:
-        first, other = (next(n for n, own in held.items() if own == kind) for kind in kinds[:2])
+    if len(kinds := list(dict.fromkeys(needs.values()))) > 1:
+        first, other = (next(n for n, own in needs.items() if own == kind) for kind in kinds[:2])
         yield ConfigError(
             "the arms of a race need other rows held out",
             got=f"'{first}' and '{other}' differ in objective or retention",
@@ -195,6 +195,22 @@ def refused_arms(args: Mapping[str, Any]) -> Iterator[ConfigError]:
             remedy="the same objective and retention for all arms that value tokens, such as "
             "objective=adaptation,retention=none",
         )
+
+
+def options_in(folder: Path, args: Any) -> dict[str, Any]:
+    """Options of an arm's run in a folder of its own; none in that of the whole run.
+
+    Args:
+        folder: of the arm.
+        args: configuration of the run, whose caches all arms share.
+    """
+    if folder == Path(str(args.output_dir)):
+        return {}
+    caches = {
+        name: str(cache_folder(getattr(args, name), args.output_dir, place))
+        for name, place in CACHES.items()
+    }
+    return {"output_dir": str(folder), "push_to_hub": False, **caches}
 
 
 def row_losses(trainer: Any, rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
@@ -252,7 +268,7 @@ class Race:
         self._first: tuple[Any, _Looks] | None = None
         self._agreed = False
         self._prepared: dict[str, list[dict[str, Any]]] | None = None
-        self._first_process = os.environ.get("RANK", "0") == "0"
+        self._first_process = is_first_process()
 
     @property
     def state(self) -> RaceState:
@@ -472,9 +488,8 @@ class Race:
         self, trainer: Any, arm: Arm, rows: Mapping[str, list[dict[str, Any]]], step: int
     ) -> None:
         """Measure an arm at a look, and write it down."""
-        trainer.goes_on_later = (
-            True  # it ends no run: its values are written by the one that goes on
-        )
+        # Its values are written by the run that goes on from here.
+        trainer.goes_on_later = True
         ranks, state = Ranks(trainer.accelerator), self.state
         columns = {name: row_losses(trainer, own) for name, own in rows.items()}
         # Those of the first process on all of them: none may decide by other bits.

@@ -23,6 +23,12 @@ _LINE = (
 _FIRST, _EVERY = 1.0, 10.0
 """Seconds before the first line in a log, and between two of them."""
 
+
+def is_first_process() -> bool:
+    """Whether this is the one that speaks and writes, of those that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 ProgressSink = Callable[["Tracker"], object]
 
 _INNER: list[int] = []

@@ -12,7 +12,7 @@ import pytest
 from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.show import read
-from alphatoken.cli.show_run import read_tokens
+from alphatoken.cli.show_run import TrainedTokens, read_tokens
 from alphatoken.cli.training import build_trainer, trainer_of
 from tests.integration import tiny_training as tiny
 from tests.property.test_own_weights import TEMPLATES
@@ -99,6 +99,21 @@ FORMS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
 }
 
 
+def shown_and_trained(
+    folder: Path, rows: list[Any], options: list[str], capfd: pytest.CaptureFixture[str]
+) -> tuple[list[TrainedTokens], Any]:
+    """What is shown of these rows, and the trainer that the printed command makes."""
+    words = [written(folder, *rows), *options, "--model_name_or_path", str(folder / "model")]
+    request = read(words)
+    assert request is not None
+    shown, _ = read_tokens(request)
+    assert main(["show", *words]) == 0
+    command = printed_command(capfd.readouterr().out)
+    if "--policy" not in command:
+        command += ["--policy", "random", "--validation_rows", "0"]
+    return shown, trainer_for(folder, command[0], command[1:])
+
+
 @pytest.mark.parametrize("template", [None, *TEMPLATES])
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_are_those_that_sft_trains_on(
@@ -111,15 +126,7 @@ def test_tokens_are_those_that_sft_trains_on(
     rows, options = FORMS[form]
     if template is not None:
         with_template(folder, template)
-    words = [written(folder, *rows), *options, "--model_name_or_path", str(folder / "model")]
-    request = read(words)
-    assert request is not None
-    shown, _ = read_tokens(request)
-    assert main(["show", *words]) == 0
-    command = printed_command(capfd.readouterr().out)
-    if "--policy" not in command:
-        command += ["--policy", "random", "--validation_rows", "0"]
-    trainer = trainer_for(folder, command[0], command[1:])
+    shown, trainer = shown_and_trained(folder, rows, options, capfd)
     assert len(shown) == len(rows) == len(trainer.train_dataset)
     for own, row in zip(shown, trainer.train_dataset, strict=True):
         assert own.ids == row["input_ids"]
@@ -151,16 +158,7 @@ def test_tokens_are_those_that_dpo_trains_on(
 
     Proves: what ``show`` marks of pairs (exact), against the trainer's collator.
     """
-    rows, options = PAIRS[form]
-    words = [written(folder, *rows), *options, "--model_name_or_path", str(folder / "model")]
-    request = read(words)
-    assert request is not None
-    shown, _ = read_tokens(request)
-    assert main(["show", *words]) == 0
-    command = printed_command(capfd.readouterr().out)
-    if "--policy" not in command:
-        command += ["--policy", "random", "--validation_rows", "0"]
-    trainer = trainer_for(folder, command[0], command[1:])
+    shown, trainer = shown_and_trained(folder, *PAIRS[form], capfd)
     weighs = trainer.row_weights != "refused"
     collate = trainer.weights_collator()[0] if weighs else trainer.data_collator
     sides = iter(shown)

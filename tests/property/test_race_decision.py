@@ -436,14 +436,16 @@ def test_looks_by_default_and_by_hand() -> None:
 @given(st.integers(9, 60), st.integers(0, 9))
 @budget(0.5)
 def test_choosing_rows_are_set_aside_by_the_seed(rows: int, seed: int) -> None:
-    numbers = choosing_numbers(rows, None, seed)
+    numbers, others = choosing_numbers(rows, None, seed)
     assert len(numbers) == max(8, rows // 2) < rows
-    assert numbers == sorted({*numbers}) == choosing_numbers(rows, None, seed)
+    assert (numbers, others) == choosing_numbers(rows, None, seed)
+    assert numbers == sorted({*numbers})
     assert {*numbers} <= {*range(rows)}
+    assert others == [number for number in range(rows) if number not in numbers]
 
 
 def test_choosing_rows_leave_some_for_the_arms() -> None:
-    assert len(choosing_numbers(5, 2, 0)) == 2
+    assert len(choosing_numbers(5, 2, 0)[0]) == 2
     assert choosing_numbers(40, None, 0) != choosing_numbers(40, None, 1)
     for rows, wanted in ((8, None), (5, 5)):
         with pytest.raises(ConfigError, match="too few trusted rows"):

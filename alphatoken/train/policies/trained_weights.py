@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from alphatoken.errors import ConfigError, DataError
@@ -138,9 +139,9 @@ def trained_copy(
     run = replace(stage, run={**stage.run, **options})
     folder = weights_folder(run, kind, weights_digest(stage.model), rows_fingerprint(rows))
     if (folder / _FILE).exists():
-        _say(f"{option}: trained on {len(rows)} rows by an earlier run, found in '{folder}'")
+        say_of_pass(f"{option}: trained on {len(rows)} rows by an earlier run, found in '{folder}'")
     else:
-        _say(f"{option}: training on {len(rows)} rows first, {_schedule(run.run)}")
+        say_of_pass(f"{option}: training on {len(rows)} rows first, {_schedule(run.run)}")
         save_weights(stage.train(rows, options), folder)
     return load_copy(stage, folder)
 
@@ -155,8 +156,10 @@ def _schedule(options: Mapping[str, Any]) -> str:
     return ", ".join(how.format(options[n]) for n, how in named.items() if n in options)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def say_of_pass(text: str) -> None:
+    """Print a line about a pass before training, in the first process of a group."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        print(text, file=sys.stderr, flush=True)
 
 
 def load_copy(stage: PolicyStage, folder: Path) -> nn.Module:

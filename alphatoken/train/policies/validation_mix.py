@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
-
-import torch.distributed as dist
 
 from alphatoken.errors import ConfigError, InputError, require_choice
 from alphatoken.model.batch import IGNORE
 from alphatoken.train.ledger import rows_fingerprint
 from alphatoken.train.policies.builtin import Standard
+from alphatoken.train.policies.trained_weights import say_of_pass
 from alphatoken.train.policy import Needs, PolicySettings, PolicyStage, response_tokens
 from alphatoken.train.pool import ValidationPool
 
@@ -129,15 +127,13 @@ class ValidationMix(Standard):
         self._say()
 
     def _say(self) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_rank():
-            return
         count = len(self._validation)
         rows = f"{self.rows} of {count} validation rows"
         text = f"{rows} beside the training rows of each step, each once in {count / self.rows:g} "
         text += "steps; nothing is valued, and an added row costs what a training row does"
         if self.draw_from == "training":
             text = f"beside the training rows of each step others, of as many tokens as {rows} have"
-        print(f"policy '{self.name}': {text}", file=sys.stderr, flush=True)
+        say_of_pass(f"policy '{self.name}': {text}")
 
     def step_rows(self, step: int) -> list[Row]:
         """The rows of a step; in the control the training rows in the place of each."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +23,7 @@ from alphatoken.support.storage import read_tensors, write_tensors
 from alphatoken.train.distributed import in_pieces
 from alphatoken.train.ledger import rows_fingerprint
 from alphatoken.train.policies.builtin import Standard
-from alphatoken.train.policies.trained_weights import trainable
+from alphatoken.train.policies.trained_weights import say_of_pass, trainable
 from alphatoken.train.policy import Needs, PolicySettings, PolicyStage, response_tokens
 
 _ROWS = 256
@@ -115,7 +113,7 @@ class WalkRows(Standard):
             "kept_share": float(tokens[chosen].sum() / tokens.sum()),
             "lowest_value": float(values[chosen].min()),
         }
-        _say(
+        say_of_pass(
             f"policy '{self.name}': {len(chosen)} of {len(tokens)} rows are trained on, with "
             f"{self._summary['kept_share']:.0%} of the response tokens; their mean values are "
             f"{self._summary['lowest_value']:.3g} nats or more"
@@ -134,7 +132,7 @@ class WalkRows(Standard):
         }
         missing = {file: rows for file, rows in parts.items() if not file.exists()}
         total, left = len(stage.rows), sum(map(len, missing.values()))
-        _say(
+        say_of_pass(
             f"policy '{self.name}': {len(stage.validation)} validation rows, {total} training rows"
             + (f", {total - left} of them valued by an earlier run in '{folder}'" * (left < total))
         )
@@ -234,8 +232,3 @@ def _check_rows(stage: PolicyStage) -> None:
                 got="packed rows",
                 remedy="packing=False",
             )
-
-
-def _say(text: str) -> None:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
-        print(text, file=sys.stderr, flush=True)

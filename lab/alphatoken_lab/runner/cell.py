@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.model.batch import label_mask
+from alphatoken.support.progress import is_first_process
 from alphatoken.support.storage import read_json, replacing_folder, try_lock, write_json, write_text
 from alphatoken.train.distributed import SHARDED, Ranks, layout
 from alphatoken.train.policies import TRAINER_POLICIES
@@ -52,8 +53,8 @@ def run_cell(path: Path) -> int:
     whole = not spec["keep_model"] or (path / "model").is_dir()
     if (path / "result.json").exists() and whole:  # it was queued twice
         return 0
-    lock = try_lock(path / "lock") if _is_first() else None
-    if _is_first() and lock is None:
+    lock = try_lock(path / "lock") if is_first_process() else None
+    if is_first_process() and lock is None:
         raise ConfigError("another process is at work on this cell", got=str(path))
     try:
         _run(path, spec)
@@ -72,11 +73,11 @@ def _run(path: Path, spec: dict[str, Any]) -> None:
     result: dict[str, Any] = {}
     measures = None if spec["measures"] is None else Measures(**spec["measures"])
     prepared = None  # whatever the model is measured on is read before it is trained
-    if measures is not None and _is_first():
+    if measures is not None and is_first_process():
         prepared = prepare(measures, spec["command"])
     if spec["kind"] == "train":
         model, tokenizer, result = _train(spec, path, loaded)
-        if not _is_first():
+        if not is_first_process():
             return
     elif spec["kind"] == "merge":
         base, tokenizer = loaded()
@@ -106,10 +107,6 @@ def _run(path: Path, spec: dict[str, Any]) -> None:
     write_json(path / "result.json", result)
     for name in ("run", "counts"):  # checkpoints of a cell that is done, and what they counted
         shutil.rmtree(path / name, ignore_errors=True)
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -153,8 +150,8 @@ def _train(
     model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
     if layout(trainer.accelerator) in SHARDED:
         trainer.save_model(str(path / "run" / "whole"))  # all processes: each gives its part
-        model = loaded(str(path / "run" / "whole"))[0] if _is_first() else model
-    if _is_first() and spec["keep_model"]:
+        model = loaded(str(path / "run" / "whole"))[0] if is_first_process() else model
+    if is_first_process() and spec["keep_model"]:
         with replacing_folder(path / "model") as folder:
             _without_adapters(model).save_pretrained(folder)
             trainer.processing_class.save_pretrained(folder)
@@ -173,10 +170,10 @@ def _build(spec: Mapping[str, Any], path: Path) -> tuple[Any, float]:
     by_name = options.get("policy") not in TRAINER_POLICIES
     # Static passes of one policy in two cells would write the same files.
     building = path / "building"
-    if by_name and not _is_first():  # or a collective would wait for the first, with a limit
+    if by_name and not is_first_process():  # or a collective would wait for the first, with a limit
         while not building.exists():
             time.sleep(0.1)
-    alone = by_name and _is_first()
+    alone = by_name and is_first_process()
     with FileLock(path.parent.parent / "setup.lock") if alone else nullcontext():
         building.touch()
         begun = time.perf_counter()
