@@ -15,8 +15,10 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from trl.trainer import utils
@@ -53,9 +55,16 @@ def observed_step(scorer: Scorer, model: Any, batch: Any, *, components: bool) -
 
 def head_at_responses(model: Any) -> Any:
     """The model with TRL's own head, at response tokens as TRL's trainer runs it on CUDA."""
-    # Without Triton TRL scores every position, for devices that compile anew for each shape.
-    utils._use_triton = lambda device: True
     utils.add_fused_lm_head(model)
+    forward = model.forward
+
+    @wraps(forward)
+    def at_responses(*args: Any, **kwargs: Any) -> Any:
+        # Without Triton TRL scores every position, for devices that compile anew for each shape.
+        with mock.patch.object(utils, "_use_triton", return_value=True):
+            return forward(*args, **kwargs)
+
+    model.forward = at_responses
     return model
 
 

@@ -51,7 +51,8 @@ def test_a_step_launches_what_it_did(name: str) -> None:
 
 def test_a_corpus_is_batched_by_length_and_tokenised_once(library_decoder: Path) -> None:
     counts = scored_corpus(library_decoder, count=40)
-    assert counts.positions == pytest.approx(1.05, abs=0.02)
+    # Batches in the order of the file take 1.22; both depend on the rows of this Python's library.
+    assert counts.positions < 1.15
     assert (counts.waits, counts.tokenised) == (6, 1)
 
 

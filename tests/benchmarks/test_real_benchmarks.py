@@ -15,6 +15,7 @@ from benchmarks import real
 from benchmarks.data import Model
 from benchmarks.floors import Shape
 from benchmarks.measure import Run
+from benchmarks.peak import head_at_responses
 from benchmarks.targets import judged
 
 QUICK = Run(torch.device("cpu"), quick=True)
@@ -56,3 +57,20 @@ def test_every_side_is_measured_and_none_goes_below_its_floor(small: Model) -> N
     for name in ("label_central", "label_one_sided"):  # no look at the error among the timed
         row = next(row for row in found if row["name"].endswith(name))
         assert row["flops"] / row["flops_other"] <= 1.01 * (row["floor"] + logits), name
+
+
+def test_the_head_at_responses_is_of_one_model_alone(library_decoder: Path) -> None:
+    """Other trainers of the process keep TRL's own head."""
+    from transformers import AutoModelForCausalLM
+    from trl.trainer import utils
+
+    before = utils._use_triton
+    model = head_at_responses(AutoModelForCausalLM.from_pretrained(library_decoder))
+    ids = torch.arange(4, 10)[None]
+    labels = ids.where(torch.arange(6) > 2, -100)
+    output = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    node = output.log_probs.grad_fn
+    while type(node).__name__ != "ChunkedLogProbFunctionBackward":
+        node = next(parent for parent, _ in node.next_functions if parent is not None)
+    assert len(node.saved_tensors[3]) == 3
+    assert utils._use_triton is before

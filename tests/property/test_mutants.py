@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from importlib import import_module
 from pkgutil import iter_modules
 from types import FunctionType
@@ -67,7 +68,13 @@ def require(packages: tuple[str, ...]) -> None:
 
 def killers(mutant: Mutant) -> list[str]:
     """Who else would notice; asked only when a named property did not."""
-    return [one.name for one in CLAIMS if not one.needs and hunt(mutant, one) is not None]
+    names = []
+    for one in CLAIMS:
+        # A property of the proofs fails without them, whatever the mutant.
+        with suppress(RuntimeError):
+            if not one.needs and hunt(mutant, one) is not None:
+                names.append(one.name)
+    return names
 
 
 def test_every_mutant_of_the_list_is_there() -> None:

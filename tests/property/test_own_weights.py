@@ -332,6 +332,7 @@ def test_a_sum_that_is_not_positive_divides_nothing(weights: list[float]) -> Non
 
     Proves: sum of own weights as a divisor (exact), against the sum of the row's numbers.
     """
+    pytest.importorskip("trl", reason="trl is not installed")
     ids = [5, *range(7, 7 + len(weights))]
     row = {"input_ids": ids, "labels": [-100, *ids[1:]], "loss_weights": [0.0, *weights]}
     more = {"per_device_train_batch_size": 2, "kept_normalization": "kept"}
