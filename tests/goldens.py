@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import logging
-import os
 import string
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.integration import tiny_training as tiny
+from tests.places import models_folder
 from tests.rows import jsonl
 
 Entries = dict[str, dict[str, Any]]
@@ -600,7 +600,7 @@ def of_smollm2(place: Path, _: Path) -> Numbers:
         yield from under(estimator, ways_of(scorer, model, batch, 0))
 
 
-if (_place := Path(os.environ.get("ALPHATOKEN_MODELS", "models")) / SMOLLM2).is_dir():
+if (_place := models_folder() / SMOLLM2).is_dir():
     CASES["values/smollm2"] = partial(of_smollm2, _place)
 else:
     print(f"values/smollm2 is left out: there is no {_place}")

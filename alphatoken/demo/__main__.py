@@ -25,7 +25,7 @@ from alphatoken.errors import AlphaTokenError, short
 if TYPE_CHECKING:
     from alphatoken.score import ScoredExample
 
-LENGTH = 96
+LENGTH = 192
 """Tokens that a row may have; each of the demo's has fewer, so that nothing is cut."""
 ROWS = {"train": 32, "trusted": 32, "wrong_words": 8, "foreign": 2}
 """Sizes of the demo: of the trusted rows one half is walked on, and the other is compared with."""
@@ -131,10 +131,10 @@ def standings(scored: Sequence[ScoredExample]) -> list[Standing]:
     """Of each row, in the order of their mean walk values, lowest first."""
     from alphatoken.score.values import LOSS
 
-    means = {
-        one.row: [float(one.values[key][one.response].mean()) for key in ("total", LOSS)]
-        for one in scored
-    }
+    means: dict[int, tuple[float, float]] = {}
+    for one in scored:
+        value, loss = (float(one.values[key][one.response].mean()) for key in ("total", LOSS))
+        means[one.row] = value, loss
     by_value = sorted(means, key=lambda row: means[row][0])
     by_loss = sorted(means, key=lambda row: -means[row][1])
     return [

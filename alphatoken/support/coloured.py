@@ -22,12 +22,14 @@ from alphatoken.support.terminal import CLOSE, OPEN, has_colour, painted, visibl
 PLUS, MINUS = (76, 154, 222), (240, 150, 55)
 """Blue of positive and orange of negative values, told apart under colour-vision deficiencies."""
 
+OPAQUE = 0.65
+"""Opacity of the strongest colour: letters on it stay readable, light ones and dark ones."""
+
 EMPTY = "\u27e8\u27e9"
 """Stands for a token that adds no text."""
 
 _QUANTILE = 0.95
 _PROMPT = 60  # characters that are left of a text without values
-_OPAQUE = 0.65  # of the strongest colour: letters stay readable, light ones and dark ones
 _DIM, _STRONG, _FAINT = "2", {True: "97;44", False: "30;43"}, {True: "94", False: "33"}
 _FIRST, _SECOND = 1 / 3, 2 / 3
 """Strengths from which a terminal colours letters, and from which what lies behind them."""
@@ -165,5 +167,5 @@ def _shortened(tokens: Sequence[ShownToken]) -> str:
 def _marked(strength: float, html: str, title: str = "") -> str:
     red, green, blue = PLUS if strength > 0 else MINUS
     name = f" title='{title}'" if title else ""
-    look = f"background:rgba({red},{green},{blue},{_OPAQUE * abs(strength):.3f})"
+    look = f"background:rgba({red},{green},{blue},{OPAQUE * abs(strength):.3f})"
     return f"<span{name} style='{look}'>{html}</span>"

@@ -8,6 +8,7 @@ from tests.property import (
     test_collected_pairs,
     test_coloured,
     test_corpus,
+    test_demo,
     test_queries,
     test_shown_tokens,
 )
@@ -316,6 +317,13 @@ TABLE = claim(
     examples=40,
     needs=("pandas",),
 )
+SPOILED = claim(
+    test_demo.test_what_the_demo_calls_spoiled_is_spoiled_and_nothing_else,
+    test_demo.SIZES,
+    test_demo.SEEDS,
+    examples=20,
+)
+STANDINGS = claim(test_demo.test_where_a_row_stands, test_demo.NATS, test_demo.SEEDS, examples=40)
 
 SHOWN = (
     row("value-shown-one-token-late", NOTEBOOK,
@@ -333,6 +341,16 @@ SHOWN = (
     row("a-scale-of-the-first-row-alone", NOTEBOOK,
         "the first row alone decides the colours of all",
         ("support.coloured.ColouredRows.sizes", "in self.rows", "in self.rows[:1]")),
+    row("clean-rows-said-to-be-spoiled", SPOILED,
+        "the demo names the row before each one that it spoiled",
+        ("demo.rows.demo_rows", "place: WRONG_WORDS", "max(place - 1, 0): WRONG_WORDS")),
+    row("rows-of-low-loss-first", STANDINGS,
+        "the demo ranks rows by loss from the lowest",
+        ("demo.__main__.standings", "-means[row][1]", "means[row][1]")),
+    row("prompts-in-the-means-of-rows", STANDINGS,
+        "the demo's means count the tokens of prompts",
+        ("demo.__main__.standings", "one.values[key][one.response].mean()",
+         "one.values[key].mean()")),
     row("text-of-rows-read-as-html", NOTEBOOK,
         "a row that holds tags is shown as HTML",
         ("support.coloured.ColouredRows._html", "escape(visible(one.text) or EMPTY)",
