@@ -120,8 +120,8 @@ def _report(out: Path, model: Path, rows: DemoRows) -> Path:
     _say(f"\n{_table(places, rows)}\n\n{_shares(places, rows)}\n\n{_ends(scored, places, texts)}")
     verdict = Diagnosis.load(out / "verdict/data").conclusion
     _say(
-        f"\nverdict: {verdict}\npage: {page}\nto open it: {_opener()} {shlex.quote(str(page))}\n"
-        f"next, on your own rows: alphatoken diagnose data --model_name_or_path MODEL "
+        f"\nverdict: {verdict}\npage: {page}\nto open it: {_opening(page)}\n"
+        f"next, on your own rows: {_program()} diagnose data --model_name_or_path MODEL "
         "--train_file rows.jsonl --validation_file trusted.jsonl --output_dir verdict"
     )
     return page
@@ -189,18 +189,28 @@ def _ends(scored: Sequence[ScoredExample], places: Sequence[Standing], texts: An
         one = by_row[place.row]
         values = zip(texts(one.ids), one.values["total"], one.response, strict=True)
         shown.append([ShownToken(t, float(v) if valued else None) for t, v, valued in values])
-    names = [f"line {place.row + 1}" for place in (places[0], places[-1])]
-    return f"the rows of lowest and of highest value, {' and '.join(names)}\n" + str(
-        ColouredRows(shown, unit_of("walk"))
-    )
+    names = [
+        f"{which} value, line {place.row + 1}"
+        for which, place in (("lowest", places[0]), ("highest", places[-1]))
+    ]
+    return str(ColouredRows(shown, unit_of("walk"), names))
 
 
 def _lines(spoiled: Mapping[int, str]) -> str:
     return ", ".join(f"line {row + 1} ({what})" for row, what in sorted(spoiled.items()))
 
 
-def _opener() -> str:
-    return {"darwin": "open", "win32": "start"}.get(sys.platform, "xdg-open")
+def _opening(page: Path) -> str:
+    """The line that opens the page, by what this machine has."""
+    for program in ("xdg-open", "open"):
+        if shutil.which(program):
+            return f"{program} {shlex.quote(str(page))}"
+    return f"{sys.executable} -m webbrowser {page.resolve().as_uri()}"
+
+
+def _program() -> str:
+    """How a shell calls the command, also where the environment was not entered."""
+    return "alphatoken" if shutil.which("alphatoken") else f"{sys.executable} -m alphatoken.cli"
 
 
 def _say(text: str) -> None:

@@ -29,7 +29,7 @@ EMPTY = "\u27e8\u27e9"
 """Stands for a token that adds no text."""
 
 _QUANTILE = 0.95
-_PROMPT = 60  # characters that are left of a text without values
+_BEGIN, _END = 16, 80  # characters that are left of a long text without values: questions end it
 _DIM, _STRONG, _FAINT = "2", {True: "97;44", False: "30;43"}, {True: "94", False: "33"}
 _FIRST, _SECOND = 1 / 3, 2 / 3
 """Strengths from which a terminal colours letters, and from which what lies behind them."""
@@ -61,10 +61,12 @@ class ColouredRows:
     Attributes:
         rows: tokens of each row, padding left out.
         unit: of the values, and what it means that one is positive.
+        names: of the rows, where they have other ones than "row 1" and so on.
     """
 
     rows: Sequence[Sequence[ShownToken]]
     unit: str
+    names: Sequence[str] = ()
 
     @cached_property
     def full(self) -> float:
@@ -91,11 +93,14 @@ class ColouredRows:
 
     def text(self, *, colour: bool) -> str:
         """The rows as text, one line more for each that tells its number, mean and sum."""
-        rows = list(enumerate(self.rows, start=1))
         lines = [self._scale(colour)]
-        for number, row in rows:
-            lines += ["", _heading(number, row), "".join(self._pieces(row, colour)).rstrip("\n")]
+        for name, row in self._named():
+            lines += ["", _heading(name, row), "".join(self._pieces(row, colour)).rstrip("\n")]
         return "\n".join(lines)
+
+    def _named(self) -> Iterator[tuple[str, Sequence[ShownToken]]]:
+        numbers = [f"row {number}" for number in range(1, len(self.rows) + 1)]
+        return zip(self.names or numbers, self.rows, strict=True)
 
     def _scale(self, colour: bool) -> str:
         least, most = f"{-self.full:+.2g} or less", f"{self.full:+.2g} or more"
@@ -128,10 +133,10 @@ class ColouredRows:
         least, most = (_marked(self.strength(x), f"{x:+.2g}") for x in (-self.full, self.full))
         scale = f"values from {least} or less to {most} or more. {escape(self.unit)}"
         rows = "".join(
-            f"<div style='opacity:.7;margin-top:.8em'>{escape(_heading(number, row))}</div>"
+            f"<div style='opacity:.7;margin-top:.8em'>{escape(_heading(name, row))}</div>"
             "<div dir='auto' style='white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7'>"
             f"{''.join(self._html(row))}</div>"
-            for number, row in enumerate(self.rows, start=1)
+            for name, row in self._named()
         )
         return f"<div><div>{scale}</div>{rows}</div>"
 
@@ -147,21 +152,20 @@ class ColouredRows:
                 yield _marked(self.strength(one.value), text, f"{one.value:+.3g}{before}")
 
 
-def _heading(number: int, row: Sequence[ShownToken]) -> str:
+def _heading(name: str, row: Sequence[ShownToken]) -> str:
     values = [one.value for one in row if one.value is not None]
     if not values:
-        return f"row {number}: no values"
+        return f"{name}: no values"
     mean, whole = sum(values) / len(values), sum(values)
-    return f"row {number}: {len(values)} values, mean {mean:+.3g}, sum {whole:+.3g}"
+    return f"{name}: {len(values)} values, mean {mean:+.3g}, sum {whole:+.3g}"
 
 
 def _shortened(tokens: Sequence[ShownToken]) -> str:
     """Text without values on one line, its middle left out where it is long."""
     text = visible("".join(one.text for one in tokens)).replace("\n", "")
-    if len(text) <= _PROMPT:
+    if len(text) <= _BEGIN + _END + 3:
         return text
-    half = (_PROMPT - 3) // 2
-    return f"{text[:half]} \u2026 {text[-half:]}"
+    return f"{text[:_BEGIN]} \u2026 {text[-_END:]}"
 
 
 def _marked(strength: float, html: str, title: str = "") -> str:

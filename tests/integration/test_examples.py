@@ -178,14 +178,15 @@ def test_the_demo_says_where_spoiled_rows_stand_and_writes_the_page(
     for row, what in rows.spoiled.items():
         (line,) = (line for line in lines if f"line {row + 1}, {what}: " in line)
         assert line.split()[:2] == [str(order.index(row) + 1), f"{means[row]:+.2f}"]
-    assert f"lowest and of highest value, line {order[0] + 1} and line {order[-1] + 1}" in told.out
+    assert f"lowest value, line {order[0] + 1}: " in told.out
+    assert f"highest value, line {order[-1] + 1}: " in told.out
     assert "cut" not in told.err  # every row fits its length
     assert "\x1b" not in told.out + told.err
     page = tmp_path / "report.html"
     ends = [line.split(":")[0] for line in lines[-4:]]
     assert ends == ["verdict", "page", "to open it", "next, on your own rows"]
     assert lines[-3] == f"page: {page}"
-    assert lines[-2].endswith(f" {page}")
+    assert page.name in lines[-2]
     assert opened == [page.resolve().as_uri()]
     assert page.is_file()
 
@@ -195,17 +196,16 @@ def test_the_readmes_pictures_hold_the_values_that_lie_beside_them(tmp_path: Pat
     kept = json.loads((ROOT / "docs/rows.json").read_text("utf-8"))
     spoiled, clean = (row["mean"] for row in kept)
     assert spoiled < -1 < 0 < clean
-    values = [value for row in kept for _, value in row["tokens"]]
+    values = [value for row in kept for _, value in row["tokens"] if value]  # 0 has no colour
     full = float(np.quantile(np.abs(values), 0.95))
     load("draw_rows.py")["main"]([str(ROOT / "docs/rows.json"), "--out", str(tmp_path / "rows")])
     for page in ("light", "dark"):
         for folder in (ROOT / "docs", tmp_path):
             text = (folder / f"rows-{page}.svg").read_text()
             drawn = re.findall(r"fill: #(4c9ade|f09637); fill-opacity: ([\d.]+)", text)
-            for value, (colour, opacity) in zip(values, drawn, strict=False):
+            for value, (colour, opacity) in zip(values, drawn[:-24], strict=True):
                 assert colour == ("4c9ade" if value > 0 else "f09637")
                 assert float(opacity) == pytest.approx(0.65 * min(1, abs(value) / full), abs=1e-3)
-            assert len(drawn) == len(values) + 24  # and the scale
 
 
 def test_rows_of_a_value_folder_are_drawn(tmp_path: Path) -> None:

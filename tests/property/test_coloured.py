@@ -193,9 +193,9 @@ def test_a_terminal_shows_each_value_at_its_token(
 
 def test_a_long_prompt_loses_its_middle() -> None:
     """Both ends stay, on one line; what has a value is shown whole."""
-    batch = batch_of([("b" * 50 + "\n" + "c" * 50, "a" * 100, 0)])
+    batch = batch_of([("b" * 50 + "\n" + "c" * 90, "a" * 100, 0)])
     text = values_of(batch, 0).show(byte_tokenizer(), batch).text(colour=True)
-    assert f"\x1b[2m{'b' * 28} \u2026 {'c' * 28}\x1b[0m" in text
+    assert f"\x1b[2m{'b' * 16} \u2026 {'c' * 80}\x1b[0m" in text
     assert text.count("a") == 100 + text.split("\n")[0].count("a") + text.split("\n")[2].count("a")
 
 
