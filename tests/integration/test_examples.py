@@ -191,17 +191,19 @@ def test_the_demo_says_where_spoiled_rows_stand_and_writes_the_page(
     assert page.is_file()
 
 
+@pytest.mark.pictures
 def test_the_readmes_pictures_hold_the_values_that_lie_beside_them(tmp_path: Path) -> None:
     """Each token's colour in both pictures; drawn anew from the JSON they have the same ones."""
     kept = json.loads((ROOT / "docs/rows.json").read_text("utf-8"))
     spoiled, clean = (row["mean"] for row in kept)
     assert spoiled < -1 < 0 < clean
-    values = [value for row in kept for _, value in row["tokens"] if value]  # 0 has no colour
-    full = float(np.quantile(np.abs(values), 0.95))
+    every = [value for row in kept for _, value in row["tokens"]]
+    full, values = float(np.quantile(np.abs(every), 0.95)), [value for value in every if value]
     load("draw_rows.py")["main"]([str(ROOT / "docs/rows.json"), "--out", str(tmp_path / "rows")])
     for page in ("light", "dark"):
         for folder in (ROOT / "docs", tmp_path):
             text = (folder / f"rows-{page}.svg").read_text()
+            # A value of 0 has no colour; the scale of 24 comes last.
             drawn = re.findall(r"fill: #(4c9ade|f09637); fill-opacity: ([\d.]+)", text)
             for value, (colour, opacity) in zip(values, drawn[:-24], strict=True):
                 assert colour == ("4c9ade" if value > 0 else "f09637")
