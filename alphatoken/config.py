@@ -376,7 +376,8 @@ def refused_by_estimator(options: Mapping[str, Any]) -> Iterator[tuple[str, Conf
     values |= options
     estimator = values["estimator"]
     for name, readers in READ_BY.items():
-        if estimator not in readers and not _is_default(name, values[name]):
+        unlimited = name == "window" and values[name] is None  # true of all that have no window
+        if estimator not in readers and not (_is_default(name, values[name]) or unlimited):
             yield name, _not_read(name, readers, values)
     if values["part"] == "causal" and estimator == "direct":
         yield (

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig, TokenValues
-from alphatoken.config import READ_BY
 from alphatoken.errors import AlphaTokenError
 from alphatoken.model.protocol import AttentionCall, NativeAttention, ScoredLinear
 from alphatoken.oracle import gradients, influence, jacobian, propagation
@@ -298,9 +297,8 @@ def make_scorer(
         retention = FisherDrift(*drift_of(setup, model)) if retention else None
     own = ScorerConfig.__dataclass_fields__.keys()
     layers = "all" if more.get("parameters") == "all" else setup.layers
-    options = {"layers": layers, "stability_weight": LAMBDA, "max_relative_drift": None, **more}
-    if estimator in READ_BY["window"]:
-        options = {"window": None, **options}
+    options = {"layers": layers, "stability_weight": LAMBDA, "window": None, **more}
+    options = {"max_relative_drift": None, **options}
     config = ScorerConfig(estimator, **{n: x for n, x in options.items() if n in own})
     arguments = {n: x for n, x in more.items() if n not in own}
     validation = arguments.pop("validation", setup.case.validation)
