@@ -21,6 +21,7 @@ from alphatoken.cli import main as alphatoken
 from alphatoken.demo.models import fetch_model
 from alphatoken.demo.rows import DemoRows, demo_rows
 from alphatoken.errors import AlphaTokenError, short
+from alphatoken.presets import PRESETS
 
 if TYPE_CHECKING:
     from alphatoken.score import ScoredExample
@@ -86,10 +87,10 @@ def _words(model: Path, out: Path) -> list[str]:
 def _about(rows: DemoRows) -> str:
     kinds = list(rows.spoiled.values())
     spoiled = " and ".join(f"{kinds.count(kind)} have {kind}" for kind in dict.fromkeys(kinds))
-    half = len(rows.trusted) // 2
+    half, steps = len(rows.trusted) // 2, PRESETS["walk"].options["walk_steps"]
     return (
         f"{len(rows.train)} short chats of our own about small sums. Some are spoiled on purpose: "
-        f"{spoiled}.\n{len(rows.trusted)} other chats are trusted: the model takes 24 AdamW steps "
+        f"{spoiled}.\n{len(rows.trusted)} other chats are trusted: the model takes {steps} AdamW steps "
         f"on {half} of them (the walk), and the rows are\ncompared with the other "
         f"{len(rows.trusted) - half}. (8 trusted rows are the fewest; a verdict needs about 32.)\n"
         "The value of a token is how far its loss falls along the walk, in nats."
