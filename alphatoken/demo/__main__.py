@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from alphatoken.cli import main as alphatoken
-from alphatoken.demo.models import fetch_model
 from alphatoken.demo.rows import DemoRows, demo_rows
 from alphatoken.errors import AlphaTokenError, short
 from alphatoken.presets import PRESETS
@@ -58,7 +57,9 @@ def run_demo(out: Path, *, open_page: bool = False, **sizes: int) -> None:
         AlphaTokenError: the command failed (its message was printed).
     """
     rows = demo_rows(**{**ROWS, **sizes})
-    _say(_about(rows))
+    _say(_about(rows))  # before torch is loaded, which takes seconds
+    from alphatoken.demo.models import fetch_model
+
     for name in ("rows", "verdict"):
         shutil.rmtree(out / name, ignore_errors=True)
     rows.write(out / "rows")
@@ -90,8 +91,8 @@ def _about(rows: DemoRows) -> str:
     half, steps = len(rows.trusted) // 2, PRESETS["walk"].options["walk_steps"]
     return (
         f"{len(rows.train)} short chats of our own about small sums. Some are spoiled on purpose: "
-        f"{spoiled}.\n{len(rows.trusted)} other chats are trusted: the model takes {steps} AdamW steps "
-        f"on {half} of them (the walk), and the rows are\ncompared with the other "
+        f"{spoiled}.\n{len(rows.trusted)} other chats are trusted: the model takes {steps} AdamW "
+        f"steps on {half} of them (the walk), and the rows are\ncompared with the other "
         f"{len(rows.trusted) - half}. (8 trusted rows are the fewest; a verdict needs about 32.)\n"
         "The value of a token is how far its loss falls along the walk, in nats."
     )

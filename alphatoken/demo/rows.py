@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from alphatoken.demo.word_problems import Chat, chats, with_foreign_answers, with_wrong_words
-from alphatoken.support.storage import write_jsonl
 
 WRONG_WORDS, FOREIGN = "wrong words", "another row's answer"
 """What is wrong with a row that was spoiled."""
@@ -29,6 +28,8 @@ class DemoRows:
 
     def write(self, folder: Path) -> None:
         """``train.jsonl`` and ``validation.jsonl`` of the folder."""
+        from alphatoken.support.storage import write_jsonl  # loads torch
+
         folder.mkdir(parents=True, exist_ok=True)
         write_jsonl(folder / "train.jsonl", self.train)
         write_jsonl(folder / "validation.jsonl", self.trusted)
