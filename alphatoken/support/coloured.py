@@ -56,7 +56,7 @@ class ColouredRows:
 
     In a terminal the letters are coloured from a third of the scale on, and what lies behind them
     from two thirds on. Without colours (a pipe, a file, NO_COLOR) tokens from a third of the scale
-    on stand in brackets before their value.
+    on stand in brackets with their value.
 
     Attributes:
         rows: tokens of each row, padding left out.
@@ -108,7 +108,9 @@ class ColouredRows:
             ends = f"{painted(least, _STRONG[False])} to {painted(most, _STRONG[True])}"
         else:
             at = self.full * _FIRST
-            ends = f"{least} to {most}; {OPEN}token{CLOSE} before a value beyond {at:.2g} in size"
+            ends = (
+                f"{least} to {most}; {OPEN}token|value{CLOSE} where it is beyond {at:.2g} in size"
+            )
         return f"values from {ends}. {self.unit}"
 
     def _pieces(self, row: Sequence[ShownToken], colour: bool) -> Iterator[str]:
@@ -126,7 +128,8 @@ class ColouredRows:
         if colour:
             codes = _STRONG if abs(strength) >= _SECOND else _FAINT
             return painted(text, codes[strength > 0])
-        return f"{OPEN}{text}{CLOSE}{token.value:+.2g}"
+        # Inside, since a number that follows would be read as a part of the value.
+        return f"{OPEN}{text}|{token.value:+.2g}{CLOSE}"
 
     def _repr_html_(self) -> str:
         """For a notebook: colours behind the letters, and the value in each token's tooltip."""

@@ -180,7 +180,7 @@ def test_a_terminal_shows_each_value_at_its_token(
                 elif level and colour:
                     body += painted(text, codes[level, total > 0])
                 else:
-                    body += f"\u27e6{text}\u27e7{total:+.2g}" if level else text
+                    body += f"\u27e6{text}|{total:+.2g}\u27e7" if level else text
             dim = f"\x1b[2m{prompt}\x1b[0m" if colour and prompt else prompt
             numbers = values.total[row][values.mask[row]].tolist()
             heading = f"row {row + 1}: no values"
