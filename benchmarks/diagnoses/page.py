@@ -73,12 +73,11 @@ def _ranking() -> str:
 
 
 def _conditions() -> str:
-    """Which model on which rows, how long all took, and the command."""
-    parts = []
-    for one in load(DOCS / "fidelity.json").values():
-        line = f"**{one['name']}**: {one['description']}; {one['minutes']:g} minutes on one core."
-        parts += [line, "", "```", one["command"], "```", ""]
-    return "\n".join(parts)
+    """Which model on which rows, and how long all took."""
+    return "".join(
+        f"* **{one['name']}**: {one['description']}; {one['minutes']:g} minutes on one core.\n"
+        for one in load(DOCS / "fidelity.json").values()
+    )
 
 
 WRITERS: dict[str, Writer] = {
