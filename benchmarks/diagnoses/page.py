@@ -30,8 +30,8 @@ _RANKED = (
 """Label, and name of a setting of the frontier."""
 
 
-def _side_by_side(name: str) -> str:
-    """Facts one below the other, models beside each other."""
+def _side_by_side(*names: str) -> str:
+    """Facts of diagnostics one below the other, models beside each other."""
     subjects = load(DOCS / "fidelity.json")
     rows = [
         [
@@ -41,6 +41,7 @@ def _side_by_side(name: str) -> str:
                 for one in subjects.values()
             ),
         ]
+        for name in names
         for fact in FACTS[name]
     ]
     return table(["", *(one["name"] for one in subjects.values())], rows)
