@@ -18,7 +18,7 @@ _MEASURES = ("retention", "target", "hours_per_epoch", "selection_gb")
 
 
 def tables(label: str, *answers: str) -> str:
-    """The table of an exhibit, or the answers of a figure, by their numbers or all, and pictures."""
+    """The table of an exhibit, or answers of a figure (by number, else all) and its pictures."""
     exhibit = find(label)
     if exhibit.diagnosis is not None:
         return _figure(exhibit, [int(number) for number in answers])
