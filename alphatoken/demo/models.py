@@ -267,15 +267,22 @@ def main() -> int:
         choices=[model.name for model in MODELS],
         help="one of the models; default: all",
     )
+    parser.add_argument(
+        "--path",
+        action="store_true",
+        help="print the folder of each model and nothing else",
+    )
     arguments = parser.parse_args()
     for model in MODELS:
         if arguments.only not in (None, model.name):
             continue
         try:
-            print(f"{model.name}: {fetch_model(model)} ({model.licence})", flush=True)
+            folder = fetch_model(model)
         except RegistryError as problem:
             print(f"{model.name} is not here: {problem}", file=sys.stderr)
             return 0 if arguments.if_reachable else 1
+        about = folder if arguments.path else f"{model.name}: {folder} ({model.licence})"
+        print(about, flush=True)
     return 0
 
 

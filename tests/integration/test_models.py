@@ -163,6 +163,16 @@ def test_what_was_fetched_says_where_it_is_from(smollm2: Path) -> None:
     assert "dequantised" in said["weights"]
 
 
+@pytest.mark.smollm2
+def test_the_path_alone_is_for_a_shell(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ALPHATOKEN_MODELS", str(smollm2.parent))
+    monkeypatch.setattr("sys.argv", ["models", "--path", "--only", SMOLLM2.name])
+    assert models.main() == 0
+    assert capsys.readouterr().out == f"{smollm2}\n"
+
+
 @pytest.mark.slow
 @pytest.mark.gemma3
 def test_gemma_says_what_it_is_for(
