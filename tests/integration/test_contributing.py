@@ -31,7 +31,7 @@ RECIPES = TEXT + (ROOT / "docs/own.md").read_text("utf-8")
 
 def printed(name: str) -> str:
     """The block whose first line is this comment."""
-    blocks = re.findall(r"^```(?:python|text)\n# ([^\n]+)\n(.+?)^```$", RECIPES, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(?:python|text)\n# ([^\n]+)\n(.+?)^```$", RECIPES, re.M | re.S)
     return dict(blocks)[name]
 
 
