@@ -441,7 +441,8 @@ def of_options(_: Path) -> Numbers:
     moved(model)
     batch, validation = batches()
     for name, options in OPTIONS.items():
-        scorer = new_scorer(model, validation, {"retention": fisher}, **{"layers": 2, **options})
+        options = {"layers": "all" if options.get("parameters") == "all" else 2, **options}
+        scorer = new_scorer(model, validation, {"retention": fisher}, **options)
         yield from under(name, ways_of(scorer, model, batch, 2))
         if options.get("standard_errors"):
             values = scorer.score(batch)

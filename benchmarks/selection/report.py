@@ -16,6 +16,7 @@ from alphatoken_lab.runner.methods import PLAIN
 from alphatoken_lab.runner.records import Row, collect, rows_of
 from alphatoken_lab.runner.running import GridFolder
 from benchmarks.pages import DOCS, load, number, table
+from benchmarks.selection import races
 from benchmarks.selection.store import RESULTS, synchronised, to_read
 
 Each = Mapping[str, Sequence[float]]
@@ -354,7 +355,9 @@ def draw_over_steps(gaps: Mapping[str, Mapping[int, Gap]], path: Path) -> None:
 
 
 def tables(kind: str, *words: str) -> str:
-    """``methods GRID [TASK...]``, ``others GRID...``, ``options GRID`` or ``finding GRID``."""
+    """``methods GRID [TASK...]``, ``others GRID...``, ``options|finding GRID`` or ``races``."""
+    if kind == "races":
+        return races.rows_of_page(load(DOCS / "races.json"))
     report = load(DOCS / "selection.json")
     if kind == "methods":
         tasks = report["grids"][words[0]]["tasks"]
