@@ -57,7 +57,7 @@ def test_a_preset_has_the_values_of_its_research_options(setup: Setup, name: str
 @example(SETUP)
 @budget(0.05)
 def test_the_walk_is_24_steps_at_its_rate(setup: Setup) -> None:
-    """Proves: walk values of the preset are a trained copy's (exact), against ``walk_values``."""
+    """Proves: walk values of the preset, of a trained copy (exact), against ``walk_values``."""
     model = setup.case.model()
     adamw = partial(torch.optim.AdamW, lr=5e-5, weight_decay=0.0)
     copy = oracle.walked(model, forward_of, setup.case.validation, 24, adamw)
