@@ -35,6 +35,7 @@ ROOMS = {
     "model": "Models and batches",
     "oracle": "Oracles",
     "paper": "The paper's tables and figures",
+    "presets": "The three ways to value",
     "race": "Races of short runs",
     "runner": "Grids of the lab",
     "score": "Values of a corpus: files and pages",

@@ -202,8 +202,8 @@ def _compared(scorer: Scorer, found: Tensor, estimator: str, derivative: str | N
 _HEAD = """\
 # Which architectures work
 
-This page lists the kinds of models of transformers {version} that each [estimator](estimators.md) can value. Each kind was tried as a
-tiny model with random weights: two layers, float32, two rows of ten tokens without padding. Kinds with the same outcome share a row.
+Kinds of models of transformers {version} that each [estimator](estimators.md) can value, each tried as a tiny model with random weights:
+two layers, float32, two rows of ten tokens without padding.
 
 | cell | meaning |
 |---|---|
@@ -214,13 +214,10 @@ tiny model with random weights: two layers, float32, two rows of ten tokens with
 
 Here `label` scores the linears of all layers, and *label, all* every parameter.
 
-*Its own loss* says which tokens the model's loss averages when it is given `labels`. A model with *same token* wants labels that were
-shifted before; `model(**batch).loss` with unshifted labels would train it on something else than what is valued. *Other* adds terms of
-routers, or a scale.
+*Its own loss* says which tokens the model's loss averages: a model with *same token* wants labels that were shifted before.
 
-Kinds of BERT's family are built with `is_decoder=True`; without it every estimator refuses them ("this model looks ahead").
-Encoder-decoders are refused by name. Attention kernels, wrappers, quantised and real weights were not tried; the checks at first
-use cover those.
+Kinds of BERT's family are built with `is_decoder=True`; without it, and as encoder-decoders, models are refused. Attention kernels, wrappers,
+quantised and real weights were not tried; the checks at first use cover those.
 
 <!-- Written by python -m tests.architectures_page from architectures.json; do not edit by hand -->
 

@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md, done as printed."""
+"""The recipes of CONTRIBUTING.md and of docs/own.md, done as printed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from tests.property.strategies import make_batch
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+RECIPES = TEXT + (ROOT / "docs/own.md").read_text("utf-8")
 
 
 def printed(name: str) -> str:
     """The block whose first line is this comment."""
-    blocks = re.findall(r"^```python\n# ([^\n]+)\n(.+?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(?:python|text)\n# ([^\n]+)\n(.+?)^```$", RECIPES, re.M | re.S)
     return dict(blocks)[name]
 
 
@@ -56,8 +57,8 @@ def test_the_ten_files_are_there() -> None:
 
 
 def surprising(recipes: Path) -> str:
-    (recipes / "my_policies.py").write_text(printed("my_policies.py"), "utf-8")
-    return "my_policies:Surprising"
+    (recipes / "my_policy.py").write_text(printed("my_policy.py"), "utf-8")
+    return "my_policy:Surprising"
 
 
 def test_a_policy_keeps_what_its_scores_put_first(recipes: Path) -> None:

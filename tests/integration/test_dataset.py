@@ -19,7 +19,7 @@ from tests.integration.small_world import World
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 
-PAGE = Path(__file__).parents[2] / "docs" / "datasets.md"
+PAGE = Path(__file__).parents[2] / "docs" / "own-weights.md"
 OPTIONS = {
     "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "logging_steps": 1,
     "disable_tqdm": True, "dataloader_pin_memory": False, "max_steps": 2, "learning_rate": 0.0,

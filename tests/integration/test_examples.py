@@ -355,7 +355,7 @@ def test_the_pages_policy_is_imported_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the name that the page says, in either program, whose folder is not that of the rows."""
-    (lines,) = (text for text in WITH_PYTHON["docs/policies.md"] if "class Surprising" in text)
+    (lines,) = (text for text in WITH_PYTHON["docs/own.md"] if "class Surprising" in text)
     (tmp_path / "my_policy.py").write_text(lines)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != ""])

@@ -173,8 +173,8 @@ class Sandbox:
                 recipe = (ROOT / "alphatoken/recipes/laptop-sft.yaml").read_text(encoding="utf-8")
                 (self._folder / value).write_text(f"{recipe}\ntrain_file: rows.jsonl\n")
             elif name == "--policy" and value.startswith("my_policy:"):
-                page = (ROOT / "docs/policies.md").read_text(encoding="utf-8")
-                (lines,) = re.findall(r"## Your own policy.*?```python\n(.*?)```", page, re.S)
+                page = (ROOT / "docs/own.md").read_text(encoding="utf-8")
+                (lines,) = re.findall(r"## A policy.*?```python\n(.*?)```", page, re.S)
                 (self._folder / "my_policy.py").write_text(lines)
 
     def _link(self, place: Path) -> None:

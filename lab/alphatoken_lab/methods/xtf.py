@@ -129,7 +129,9 @@ class XTF(StaticMask):
         }
         for what, ok in tests.items():
             if not ok:
-                raise ConfigError(f"XTF: {what}", remedy="docs/policies/xtf.md lists the arguments")
+                raise ConfigError(
+                    f"XTF: {what}", remedy="`alphatoken-lab policies xtf` lists the arguments"
+                )
         self.filters = tuple(filters)
         self.attention: dict[str, Any] = {"layers": layers, "heads": heads, "queries": queries}
         self.iqr_factor, self.known_below, self.floor = iqr_factor, known_below, floor
