@@ -42,24 +42,28 @@ _COMMANDS = {
         "alphatoken.cli.score:run",
         "alphatoken.cli.score:read",
     ),
-    "fisher": Command(
-        "fit and save the Fisher of the reference model",
-        "alphatoken.cli.fisher_run:run",
-        "alphatoken.cli.fisher:read",
+    "diagnose data": Command(
+        "say whether your rows look like rows that you trust, before any training",
+        "alphatoken.cli.diagnose_run:run",
+    ),
+    "race": Command(
+        "train short runs, compare them on trusted rows, and go on with the winner",
+        "alphatoken.cli.race:run",
     ),
     "sft": Command(
         "train on responses, weighted by token value (TRL's options)",
         "alphatoken.cli.training:run_sft",
     ),
     "dpo": Command("the same on preference pairs", "alphatoken.cli.training:run_dpo"),
-    "race": Command(
-        "train short runs, compare them on trusted rows, and go on with the winner",
-        "alphatoken.cli.race:run",
-    ),
     "diagnose": Command(
         "show how far to trust the values on your own model",
         "alphatoken.cli.diagnose_run:run",
         "alphatoken.cli.diagnose_options:read",
+    ),
+    "fisher": Command(
+        "fit and save the Fisher of the reference model",
+        "alphatoken.cli.fisher_run:run",
+        "alphatoken.cli.fisher:read",
     ),
 }
 
@@ -75,7 +79,7 @@ examples
         --validation_file trusted.jsonl
   look at what each token teaches, measured against the trusted rows:
     alphatoken score --model_name_or_path MODEL --train_file rows.jsonl \\
-        --validation_file trusted.jsonl --estimator walk --output_dir values
+        --validation_file trusted.jsonl --output_dir values
   see how far to trust the values on your model:
     alphatoken diagnose all --model_name_or_path MODEL --train_file rows.jsonl \\
         --validation_rows 32 --output_dir diagnosis

@@ -86,6 +86,7 @@ def run_program(
         arguments: the command line without the program's name; None for this process's own.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    words[:1] = words[0].split() if words else []  # two words are listed, and the first is called
     if not words or words[0] not in commands:
         parser = _parser(name, about, examples, commands)
         if not words:
