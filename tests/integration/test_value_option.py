@@ -17,6 +17,7 @@ from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.diagnose_options import read_request
 from alphatoken.errors import ConfigError
+from alphatoken.score.job import require_trained_layers
 from alphatoken.train.dpo import AlphaDPOConfig
 from alphatoken.train.sft import AlphaSFTConfig
 from tests.integration.small_world import World, flags
@@ -82,6 +83,17 @@ def test_a_folder_of_the_former_default_is_not_gone_on_with(
     assert sorted((tmp_path / "values").iterdir()) == files[:-1]
     assert world.score(tmp_path, "--no_report", "--resume", value="paper") == 0
     assert same(before, load(tmp_path))
+
+
+def test_a_model_whose_layers_take_no_step_is_refused(world: World) -> None:
+    """As one of quantised weights, of which a walk would move embeddings and norms alone."""
+    model = world.loaded()[0]
+    require_trained_layers(model)
+    for layer in model.model.layers:
+        for parameter in layer.parameters():
+            parameter.requires_grad_(parameter.ndim == 1)
+    with pytest.raises(ConfigError, match="--adapter FOLDER"):
+        require_trained_layers(model)
 
 
 # --- what trains ----------------------------------------------------------------------------------
