@@ -11,9 +11,10 @@ command is called: ``alphatoken --help`` needs neither torch nor transformers.
 - ``diagnose``: ``diagnose_options``, ``diagnose_run``.
 - ``show``: ``show``, ``show_run``, and ``marked_text``, which marks tokens in a terminal.
 
-``value_options`` and ``arguments`` put the options of ``--value`` in force. Options are dataclasses. ``program`` makes the flags of them; ``alphatoken.score.options`` holds
-those that several commands share. Model, rows, files and output folder are called as in ``sft``;
-underscores and dashes in a flag are the same.
+``value_options`` and ``arguments`` put the options of ``--value`` in force. Options are
+dataclasses. ``program`` makes the flags of them; ``alphatoken.score.options`` holds those that
+several commands share. Model, rows, files and output folder are called as in ``sft``; underscores
+and dashes in a flag are the same.
 
 Exit status: 0 done, 1 a file could not be written or read (disk full, no permission), 2 wrong
 arguments or input, 130 interrupted. An error is one line on stderr; ``--traceback`` shows where it
