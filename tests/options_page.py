@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from alphatoken.cli.program import default_of
 from alphatoken.cli.training_options import RaceArguments
 from alphatoken.config import ScorerConfig
+from alphatoken.presets import PRESETS
 from alphatoken.support.options import limits_of
 from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies import find_policy, policy_names
@@ -41,6 +42,17 @@ _SCORER = """
 leave at their defaults ([rows 5, 6 and 27 of the gaps](paper-gaps.md)).
 
 | field of `ScorerConfig` | default | an option of the trainers |
+|---|---|---|
+"""
+
+
+_PRESETS = """
+## Three ways to value
+
+`--value` of the commands, and `ScorerConfig.walk()`, `.exact()` and `.paper()` in Python, set these options. An option that is named beside
+them goes before theirs. `score`, `diagnose data` and `race` take a walk where nothing is named, the others the paper's values.
+
+| value | sets | a value says |
 |---|---|---|
 """
 
@@ -77,7 +89,8 @@ class Argument(NamedTuple):
 
 def page() -> str:
     """The page as Markdown."""
-    lines = [_HEAD, *map(_line, fields(AlphaFields)), _RACE, *map(_line, fields(RaceArguments))]
+    lines = [_HEAD, *map(_line, fields(AlphaFields)), _PRESETS, *_of_presets()]
+    lines += [_RACE, *map(_line, fields(RaceArguments))]
     lines += [_POLICIES, *_of_policies()]
     return "".join([*lines, _SCORER, *_of_scorer()])
 
@@ -103,6 +116,12 @@ def arguments(kind: type[Any]) -> list[Argument]:
             raise ValueError(f"{kind.__name__}: {one.name} lacks [range; when; source]")
         found.append(Argument(one.name, one.default, *parts.groups()))
     return found
+
+
+def _of_presets() -> Iterator[str]:
+    for name, (options, about) in PRESETS.items():
+        sets = ", ".join(f"`{option}={value!r}`" for option, value in options.items())
+        yield f"| `{name}` | {sets} | {_escaped(about.format(**options))} |\n"
 
 
 def _of_policies() -> Iterator[str]:

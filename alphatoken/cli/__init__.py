@@ -11,9 +11,10 @@ command is called: ``alphatoken --help`` needs neither torch nor transformers.
 - ``diagnose``: ``diagnose_options``, ``diagnose_run``.
 - ``show``: ``show``, ``show_run``, and ``marked_text``, which marks tokens in a terminal.
 
-Options are dataclasses. ``program`` makes the flags of them; ``alphatoken.score.options`` holds
-those that several commands share. Model, rows, files and output folder are called as in ``sft``;
-underscores and dashes in a flag are the same.
+``value_options`` and ``arguments`` put the options of ``--value`` in force. Options are
+dataclasses. ``program`` makes the flags of them; ``alphatoken.score.options`` holds those that
+several commands share. Model, rows, files and output folder are called as in ``sft``; underscores
+and dashes in a flag are the same.
 
 Exit status: 0 done, 1 a file could not be written or read (disk full, no permission), 2 wrong
 arguments or input, 130 interrupted. An error is one line on stderr; ``--traceback`` shows where it
@@ -42,24 +43,28 @@ _COMMANDS = {
         "alphatoken.cli.score:run",
         "alphatoken.cli.score:read",
     ),
-    "fisher": Command(
-        "fit and save the Fisher of the reference model",
-        "alphatoken.cli.fisher_run:run",
-        "alphatoken.cli.fisher:read",
+    "diagnose data": Command(
+        "say whether your rows look like rows that you trust, before any training",
+        "alphatoken.cli.diagnose_run:run",
+    ),
+    "race": Command(
+        "train short runs, compare them on trusted rows, and go on with the winner",
+        "alphatoken.cli.race:run",
     ),
     "sft": Command(
         "train on responses, weighted by token value (TRL's options)",
         "alphatoken.cli.training:run_sft",
     ),
     "dpo": Command("the same on preference pairs", "alphatoken.cli.training:run_dpo"),
-    "race": Command(
-        "train short runs, compare them on trusted rows, and go on with the winner",
-        "alphatoken.cli.race:run",
-    ),
     "diagnose": Command(
         "show how far to trust the values on your own model",
         "alphatoken.cli.diagnose_run:run",
         "alphatoken.cli.diagnose_options:read",
+    ),
+    "fisher": Command(
+        "fit and save the Fisher of the reference model",
+        "alphatoken.cli.fisher_run:run",
+        "alphatoken.cli.fisher:read",
     ),
 }
 
@@ -75,7 +80,7 @@ examples
         --validation_file trusted.jsonl
   look at what each token teaches, measured against the trusted rows:
     alphatoken score --model_name_or_path MODEL --train_file rows.jsonl \\
-        --validation_file trusted.jsonl --estimator walk --output_dir values
+        --validation_file trusted.jsonl --output_dir values
   see how far to trust the values on your model:
     alphatoken diagnose all --model_name_or_path MODEL --train_file rows.jsonl \\
         --validation_rows 32 --output_dir diagnosis

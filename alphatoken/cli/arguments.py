@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import shlex
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,7 +115,8 @@ def read_arguments(
     parser = _parser(command, training, race)
     recipes = recipes_of(words)
     for recipe in recipes:
-        _set_defaults(parser, recipe, command)
+        _refuse_other(recipe, command, race, words)
+        _set_defaults(parser, recipe)
     options, unknown = parser.parse_known_args([*words, *over])
     if unknown:
         raise _unknown(unknown[0], parser, "the command line")
@@ -220,14 +222,31 @@ def _apply_null_and_source(options: argparse.Namespace, words: Sequence[str]) ->
             setattr(options, name, [] if name == "datasets" else None)
 
 
-def _set_defaults(parser: _Parser, recipe: Recipe, command: str) -> None:
+def _refuse_other(recipe: Recipe, command: str, race: bool, words: Sequence[str]) -> None:
+    """Refuse a recipe of another command, with the line that runs it.
+
+    Raises:
+        ConfigError: the recipe belongs to another command.
+    """
+    if recipe.command in (None, command) or (race and recipe.command == "race"):
+        return
+    remedy = f"alphatoken {recipe.command} --config {recipe.name}"
+    if recipe.command == "race":
+        pairs = ["--dpo"] if command == "dpo" else []
+        remedy = shlex.join(["alphatoken", "race", *pairs, *words])
+        arms = recipe.options.get("arms")
+        if command == "sft" and arms == ["walk-80"]:
+            alone = "--policy top --value walk --keep_ratio 0.8"
+            remedy += f"; or, without a race, {alone} in place of --config {recipe.name}"
+    raise ConfigError(
+        "the recipe belongs to another command",
+        got=f"{recipe.name} is for `alphatoken {recipe.command}`",
+        remedy=remedy,
+    )
+
+
+def _set_defaults(parser: _Parser, recipe: Recipe) -> None:
     """Take the options of a recipe as defaults; later recipes override earlier ones."""
-    if recipe.command not in (None, command):
-        raise ConfigError(
-            "the recipe belongs to another command",
-            got=f"{recipe.name} is for `alphatoken {recipe.command}`",
-            remedy=f"alphatoken {recipe.command} --config {recipe.name}",
-        )
     option_names = {action.dest for action in parser._actions}
     options = {name.replace("-", "_"): value for name, value in recipe.options.items()}
     for name in options:

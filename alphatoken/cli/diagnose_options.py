@@ -8,16 +8,22 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from alphatoken.cli.program import CommandParser, add_option, add_options, default_of, kinds_of
+from alphatoken.cli.program import (
+    HELP_ALL,
+    CommandParser,
+    add_option,
+    add_options,
+    kinds_of,
+    shorten_help,
+)
 from alphatoken.cli.value_options import parse_values
 from alphatoken.diagnose import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.errors import AlphaTokenError, ConfigError
-from alphatoken.score.options import ColumnOptions, CorpusOptions, LeftOutOptions
+from alphatoken.score.options import CorpusOptions
 from alphatoken.support.options import option
 
 ALL = "all"
@@ -49,10 +55,6 @@ def _size(text: str, name: str) -> Any:
     """An option for a size: given, it is fixed; else the budget may read less than the default."""
     most = SIZES[name]
     return option(None, f"{text} (default {most}, fewer where the budget stops before)", at_least=1)
-
-
-_NAMED = ("model_name_or_path", "train_file", "validation_file")
-_OF_READING = ("trust_remote_code", "max_length", "chat_template", "on_bad_rows", "train_limit")
 
 
 @dataclass(kw_only=True)
@@ -140,30 +142,6 @@ class DiagnoseOptions(CorpusOptions):
             return "--validation_file"
         return ""
 
-    @property
-    def words(self) -> str:
-        """Options by which another command finds this model and these rows, for a shell.
-
-        Model and files stand first, then what decides how rows are read and is not at its default.
-        None with an adapter: the commands that train begin at a whole model.
-        """
-        if self.adapter is not None:
-            return ""
-        of_rows = {one.name for kind in (ColumnOptions, LeftOutOptions) for one in fields(kind)}
-        words: list[str] = []
-        for name in _NAMED:
-            if (path := getattr(self, name)) is not None:
-                words += [f"--{name}", path]
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name not in of_rows.union(_OF_READING) or value == default_of(one):
-                continue
-            if isinstance(value, bool):
-                words.append(f"--{'' if value else 'no_'}{one.name}")
-            else:
-                words += [f"--{one.name}", str(value)]
-        return shlex.join(words)
-
 
 # --- which diagnostics ----------------------------------------------------------------------------
 
@@ -223,6 +201,14 @@ def read(words: Sequence[str]) -> Sequence[str] | None:
 # --- arguments -----------------------------------------------------------------------
 
 
+_SHOWN = (
+    *("train_file", "validation_file", "validation_rows", "retention_set", "reference", "value"),
+    *("output_dir", "budget", "tokens", "train_rows", "resume", "overwrite_output", "quiet"),
+    *("model_name_or_path", "adapter", "device", "max_length"),
+)
+"""Options that ``--help`` shows, beside the diagnostic's own."""
+
+
 def read_request(name: str, *words: str) -> tuple[DiagnoseOptions, dict[str, Any]]:
     """The arguments after ``alphatoken diagnose``, checked.
 
@@ -234,7 +220,10 @@ def read_request(name: str, *words: str) -> tuple[DiagnoseOptions, dict[str, Any
     """
     modules = {entry.name: entry.load() for entry in entries_of(name)}
     parser = build_parser(name, modules[name].Options if name in modules else None)
+    if HELP_ALL not in words:
+        parser.epilog = None
     default = "paper" if name == ALL else find(name).value
+    shorten_help(parser, _SHOWN, words)
     arguments = parse_values(parser, words, lambda _: default)
     shared = DiagnoseOptions(**{one.name: arguments[one.name] for one in fields(DiagnoseOptions)})
     own = {

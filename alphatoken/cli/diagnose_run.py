@@ -50,7 +50,7 @@ from alphatoken.support.resume import (
     require_writable,
     weights_digest,
 )
-from alphatoken.support.storage import write_json, write_text
+from alphatoken.support.storage import open_line, write_json, write_text
 
 VALIDATION_ROWS = 32
 """Most rows of a validation file that are used where no number is given."""
@@ -117,7 +117,7 @@ def run(words: Sequence[str]) -> int:
             f"{done} of {len(entries)} diagnoses are finished and kept; the same command "
             "with --resume runs the rest"
         ) from None
-    print(f"report: {folder.path / _PAGE}")
+    print(f"report: {folder.path / _PAGE}\n{open_line(folder.path / _PAGE)}")
     # Of those that lack a file a note has said so.
     failed = [e.name for e in entries if e.name in folder.failures.keys() - lacking.keys()]
     if failed:

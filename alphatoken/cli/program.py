@@ -86,6 +86,7 @@ def run_program(
         arguments: the command line without the program's name; None for this process's own.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    words[:1] = words[0].split() if words else []  # two words are listed, and the first is called
     if not words or words[0] not in commands:
         parser = _parser(name, about, examples, commands)
         if not words:
@@ -376,12 +377,41 @@ def read_options(command: str, options: type[T], words: Sequence[str], **more: A
 
 
 def option_parser(
-    command: str, options: type, words: Sequence[str], **more: Any
+    command: str, options: type, words: Sequence[str], *, shown: Sequence[str] = (), **more: Any
 ) -> argparse.ArgumentParser:
-    """The parser of a command, by which :func:`read_options` reads its words."""
+    """The parser of a command, by which :func:`read_options` reads its words.
+
+    Args:
+        command: its name.
+        options: the dataclass.
+        words: what follows the name.
+        shown: as of :func:`shorten_help`; empty for all.
+        **more: as of :func:`read_options`.
+    """
     parser = CommandParser(command, **more)
     add_options(parser, options)
+    if shown:
+        shorten_help(parser, shown, words)
     return parser
+
+
+HELP_ALL = "--help_all"
+
+
+def shorten_help(
+    parser: argparse.ArgumentParser, shown: Sequence[str], words: Sequence[str]
+) -> None:
+    """Leave options out of the help, unless the words ask for all by ``--help_all``.
+
+    Args:
+        parser: with all of its options.
+        shown: names of those that stay; ``own_`` before the name of a diagnostic's own stays too.
+        words: of the command.
+    """
+    for action in () if HELP_ALL in words else parser._actions:
+        if action.dest not in ("help", "config", *shown) and not action.dest.startswith("own_"):
+            action.help = argparse.SUPPRESS
+    parser.add_argument(HELP_ALL, action="help", help="every option, the research options too")
 
 
 # --- spellings ------------------------------------------------------------------------------------

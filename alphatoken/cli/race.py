@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.cli import training
+from alphatoken.cli.program import HELP_ALL
 from alphatoken.errors import ConfigError
 from alphatoken.presets import values_in_words
 from alphatoken.race.arms import ALL, Arm, read_arms
 from alphatoken.support.progress import is_first_process
+from alphatoken.support.storage import open_line
 
 
 def run(words: Sequence[str]) -> int:
@@ -27,8 +29,8 @@ def run(words: Sequence[str]) -> int:
     Raises:
         AlphaTokenError: what cannot be honoured, before any work.
     """
-    if {"--help", "-h"} & set(words):
-        print(training.help_text("race"))
+    if {"--help", "-h", HELP_ALL} & set(words):
+        print(training.help_text("race", words))
         return 0
     command = "dpo" if "--dpo" in words else "sft"
     configuration, kind = training.trainer_of(command)
@@ -155,7 +157,8 @@ class _Command:
                 "the same command with --resume goes on with the race"
             ) from None
         if is_first_process():
-            print(f"{verdict(result)}\n{cost(result)}\npage: {folder / PAGE}", flush=True)
+            page = f"page: {folder / PAGE}\n{open_line(folder / PAGE)}"
+            print(f"{verdict(result)}\n{cost(result)}\n{page}", flush=True)
         if self._arguments.race.stop_after_looks:
             _say(f"to go on: {command}")
             return

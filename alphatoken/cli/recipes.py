@@ -1,6 +1,7 @@
 """Recipes: named sets of option values in YAML files, packaged ones by name.
 
-Beside options, a recipe may say ``about`` (one line for the help) and ``command`` ("sft" or "dpo").
+Beside options, a recipe may say ``about`` (one line for the help) and ``command`` ("sft", "dpo" or
+"race").
 """
 
 from __future__ import annotations

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from alphatoken.cli.program import option_parser
+from alphatoken.cli.program import HELP_ALL, option_parser
 from alphatoken.cli.value_options import parse_values
 from alphatoken.score.options import ScoreOptions, rules_out_walk
 
 _ABOUT = """\
-Value every response token of a training file: how much training on it lowers the loss on the
-validation rows (adaptation), and how far it keeps the model near what it was (stability; needs a
-Fisher). Writes values, a summary and an HTML report to the folder given with --output_dir.
+Value every response token of a training file against rows that you trust, and write the values and
+a page that colours the text by them to the folder given with --output_dir.
 
 usage: alphatoken score --model_name_or_path PATH --train_file FILE --output_dir DIR
            (--validation_file FILE | --validation_rows N | --query TEXT | --reference PATH)
@@ -33,13 +32,22 @@ output
 """
 
 
+_SHOWN = (
+    *("train_file", "validation_file", "validation_rows", "query", "output_dir", "keep_ratio"),
+    *("rows", "resume", "overwrite_output", "model_name_or_path", "device", "value"),
+    *("train_limit", "max_length", "per_device_train_batch_size", "quiet"),
+)
+"""Options that ``--help`` shows."""
+
+
 def read(words: Sequence[str]) -> ScoreOptions:
     """The options that the arguments after ``alphatoken score`` stand for.
 
     Raises:
         ConfigError: words that cannot be read, or that contradict each other.
     """
-    parser = option_parser("score", ScoreOptions, words, description=_ABOUT, epilog=_MORE)
+    more = {"description": _ABOUT, "epilog": _MORE if HELP_ALL in words else ""}
+    parser = option_parser("score", ScoreOptions, words, shown=_SHOWN, **more)
     return ScoreOptions(
         **parse_values(parser, words, lambda said: "paper" if rules_out_walk(said) else "walk")
     )

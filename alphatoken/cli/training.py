@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.program import CommandParser, add_option, kinds_of
+from alphatoken.cli.program import HELP_ALL, CommandParser, add_option, kinds_of, shorten_help
 from alphatoken.cli.recipes import accelerate_config, packaged_recipes
 from alphatoken.cli.training_options import RaceArguments, RowArguments, RunArguments
 from alphatoken.errors import ConfigError, DataError
@@ -84,8 +84,8 @@ def trainer_of(command: str) -> tuple[type[Any], type[Any]]:
 
 
 def _run(command: str, words: Sequence[str]) -> int:
-    if {"--help", "-h"} & set(words):
-        print(help_text(command))
+    if {"--help", "-h", HELP_ALL} & set(words):
+        print(help_text(command, words))
         return 0
     configuration, trainer = trainer_of(command)
     from alphatoken.cli.arguments import read_arguments
@@ -124,12 +124,12 @@ run_sft, run_dpo = partial(_run, "sft"), partial(_run, "dpo")
 _EXAMPLES = {
     "sft": (
         "  alphatoken sft --config laptop-sft --train_file rows.jsonl --output_dir out",
-        "  alphatoken sft --config laptop-sft --config recommended --train_file rows.jsonl \\",
-        "      --validation_file clean.jsonl --output_dir out",
+        "  alphatoken sft --config laptop-sft --policy top --value walk --keep_ratio 0.8 \\",
+        "      --train_file rows.jsonl --validation_file clean.jsonl --output_dir out",
     ),
     "dpo": ("  alphatoken dpo --config laptop-dpo --train_file pairs.jsonl --output_dir out",),
     "race": (
-        "  alphatoken race --config laptop-sft --train_file rows.jsonl \\",
+        "  alphatoken race --config laptop-sft --config recommended --train_file rows.jsonl \\",
         "      --validation_file clean.jsonl --output_dir out",
     ),
 }
@@ -143,14 +143,32 @@ to the end. Arms are policies with their options; without any, training on every
 80 % of highest walk value. Options are those of `alphatoken sft`; with --dpo, of `dpo`."""
 
 
-def help_text(command: str) -> str:
-    """Text of ``alphatoken sft --help``, ``dpo`` or ``race``: our options, and where TRL's are."""
+_FIRST = ("laptop-sft", "laptop-lora", "laptop-dpo", "recommended")
+"""Recipes that ``--help`` lists."""
+
+_ALWAYS = ("train_file", "validation_file", "value", "resume", "overwrite_output")
+_OF_A_RUN = (*_ALWAYS, "validation_rows", "policy", "keep_ratio")
+_SHOWN = {
+    "sft": _OF_A_RUN,
+    "dpo": _OF_A_RUN,
+    "race": (*_ALWAYS, "arms", "choosing_file", "retention_file", "dpo"),
+}
+"""Options of ours that ``--help`` shows."""
+
+
+def help_text(command: str, words: Sequence[str] = ()) -> str:
+    """Text of ``alphatoken sft --help``, ``dpo`` or ``race``: our options, and where TRL's are.
+
+    With ``--help_all`` among the ``words`` it has every option of ours.
+    """
     trl = "sft" if command == "race" else command
+    whole = HELP_ALL in words
     recipes = [
-        f"  {recipe.name:20}  {recipe.about}".replace("%", "%%")
+        f"  {recipe.name:20}  {recipe.about}"
         for recipe in packaged_recipes()
-        if recipe.command in (None, trl)
+        if recipe.command in (None, trl, command) and (whole or recipe.name in _FIRST)
     ]
+    recipes += [] if whole else ["  others                --help_all lists them"]
     # Made of fields alone, without importing torch or TRL, so that it is there at once.
     parser = CommandParser(
         command,
@@ -176,6 +194,7 @@ https://huggingface.co/docs/trl/{trl}_trainer""",
         for one in fields(kind):
             if f"--{one.name}" not in parser._option_string_actions:  # not shown already
                 add_option(group, one, field_kinds[one.name], f"--{one.name}")
+    shorten_help(parser, _SHOWN[command], words)
     return parser.format_help()
 
 
@@ -264,6 +283,9 @@ def check_launch(arguments: Any) -> None:
 
 def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = False) -> None:
     """Train to the end, and write the model; ``going_on`` from what is in the output folder."""
+    from alphatoken.support.storage import open_line
+    from alphatoken.train.records import REPORT
+
     args, first = arguments.training, trainer.accelerator.is_main_process
     resume = "auto" if arguments.run.resume or going_on else None
     resume = args.resume_from_checkpoint or resume
@@ -295,6 +317,8 @@ def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = Fa
         trainer.push_to_hub(dataset_name=arguments.data.dataset_name)
     if first:
         print(f"{trainer.state.global_step} steps trained; model: {args.output_dir}")
+        if (page := Path(args.output_dir) / REPORT).exists():
+            print(open_line(page))
     trainer.accelerator.end_training()  # ends the process group too
 
 

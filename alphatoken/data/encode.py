@@ -210,8 +210,8 @@ def about_encoding(name: str, report: EncodeReport) -> list[str]:
     notes, survey = [], Survey(rows)
     if report.truncated_rows:
         notes.append(
-            f"{report.truncated_rows} {rows} are longer than allowed; {report.truncated_tokens} "
-            "tokens were cut off their ends."
+            f"{report.truncated_rows} {rows} are longer than --max_length allows; "
+            f"{report.truncated_tokens} tokens were cut off their ends."
         )
     survey.leave_out(NO_RESPONSE, count=report.skipped_cut)
     survey.leave_out("they have no token to learn", count=report.skipped_empty - report.skipped_cut)

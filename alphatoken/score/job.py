@@ -38,6 +38,7 @@ from alphatoken.data.source import RowSource, each_row, find_source, source_of
 from alphatoken.data.split import check_draw, none_left, repeated_in
 from alphatoken.data.survey import Survey
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.model.protocol import find_adapter
 from alphatoken.score.options import ScoreOptions
 from alphatoken.score.queries import encode_queries, query_rows, read_as
 from alphatoken.support.progress import Tracker
@@ -502,8 +503,27 @@ def _job(
         encode = encode_rows if options.reference else partial(encode_some, what="validation")
         validation, encoded = encode(rows, corpus.tokenizer, corpus.how)
     model, path = options.model(), options.reference
+    if path is None:
+        require_trained_layers(model)
     reference = None if path is None else options.other(path).model()
     return Job(options, corpus, validation, encoded, fisher, model, survey, reference)
+
+
+def require_trained_layers(model: nn.Module) -> None:
+    """Check that a matrix of the decoder's layers trains, as none does of quantised weights.
+
+    Raises:
+        ConfigError: none does; a walk would move embeddings and norms alone.
+    """
+    layers = find_adapter(model).layers()
+    if not any(p.requires_grad and p.ndim > 1 for layer in layers for p in layer.parameters()):
+        raise ConfigError(
+            "no matrix of the model's layers trains",
+            got=f"{type(model).__name__}, {len(layers)} layers",
+            why="quantised weights take no step, and values would be over embeddings and norms "
+            "alone",
+            remedy="--adapter FOLDER of a LoRA adapter on it, or the model without quantisation",
+        )
 
 
 def _check_vocabulary(options: ScoreOptions, reference: str) -> None:

@@ -7,8 +7,9 @@ asked for, so that ``--help`` is quick.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -176,10 +177,15 @@ class PresetOptions:
 
     value: str | None = option(
         None,
-        "way to value: 'walk', 'exact' or 'paper'",
+        "way to value: 'walk' (how far a token's loss falls as the model learns the validation "
+        "rows), 'exact' (what a small step on it does to their loss), 'paper' (the same by the "
+        "paper's approximation); default: 'walk' of score, race and diagnose data, else 'paper'",
         choices=tuple(PRESETS),
         metavar="VALUE",
     )
+
+
+_OF_READING = ("trust_remote_code", "max_length", "chat_template", "on_bad_rows", "train_limit")
 
 
 @dataclass(kw_only=True)
@@ -198,6 +204,30 @@ class CorpusOptions(
         group="options for an earlier run",
     )
     overwrite_output: bool = option(False, "replace existing output", either="earlier")
+
+    @property
+    def words(self) -> str:
+        """Options by which another command finds this model and these rows, for a shell.
+
+        Model and files stand first, then what decides how rows are read and is not at its default.
+        None with an adapter: the commands that train begin at a whole model.
+        """
+        if self.adapter is not None:
+            return ""
+        of_rows = {one.name for kind in (ColumnOptions, LeftOutOptions) for one in fields(kind)}
+        words: list[str] = []
+        for name in ("model_name_or_path", "train_file", "validation_file"):
+            if (path := getattr(self, name, None)) is not None:
+                words += [f"--{name}", path]
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name not in of_rows.union(_OF_READING) or value == one.default:
+                continue
+            if isinstance(value, bool):
+                words.append(f"--{'' if value else 'no_'}{one.name}")
+            else:
+                words += [f"--{one.name}", str(value)]
+        return shlex.join(words)
 
 
 @dataclass(kw_only=True)

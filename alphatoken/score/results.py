@@ -7,6 +7,7 @@ as ``value_mean`` and ``value_sum``.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from alphatoken.score.values import (
     write_values,
 )
 from alphatoken.select.masks import keep_count, top_mask
-from alphatoken.support.storage import replacing, write_json, write_jsonl
+from alphatoken.support.storage import open_line, replacing, write_json, write_jsonl
 from alphatoken.values import Certificate, derivative_notes, derivative_text
 
 Unit = Literal["tokens", "mean", "sum"]
@@ -369,6 +370,17 @@ def _say_ends(job: Job, rows: Mapping[str, Sequence[Mapping[str, float]]]) -> No
             )
 
 
+def _say_next(job: Job) -> None:
+    """The line that opens the page, and the command that one types next."""
+    options, words = job.options, job.options.words
+    if options.report:
+        print(open_line(options.folder / "report.html"))
+    if not words or options.query or options.reference:
+        return
+    words += "" if options.validation_file else " --validation_file TRUSTED"
+    print(f"next: alphatoken diagnose data {words} --output_dir {shlex.quote(options.output_dir)}")
+
+
 def _say(
     job: Job,
     summary: ValueSummary,
@@ -387,6 +399,8 @@ def _say(
         f"{summary.kept_tokens} kept; "
         f"values: {folder / 'values'}{report}"
     )
+    if not job.options.quiet:
+        _say_next(job)
     if certificate is not None and not certificate.passed:
         raise ModelError(
             "the values do not agree with the oracle",

@@ -20,7 +20,7 @@ class Limits:
 
     Attributes:
         choices: the only ones; empty for all.
-        at_least, above, at_most, below: ends of the range of a number, or of each number of a
+        at_least, above, below: ends of the range of a number, or of each number of a
             tuple; None for no end. NaN lies in no range, and a bool is no number.
         optional: None is allowed beside them.
         within: the values in words, where choices and range do not say them.
@@ -30,7 +30,6 @@ class Limits:
     choices: tuple[str | None, ...] = ()
     at_least: int | float | None = None
     above: int | float | None = None
-    at_most: int | float | None = None
     below: int | float | None = None
     optional: bool = False
     within: str = ""
@@ -39,7 +38,7 @@ class Limits:
     @property
     def ranged(self) -> bool:
         """True if a number must lie in a range."""
-        return any(end is not None for end in (self.at_least, self.above, self.at_most, self.below))
+        return any(end is not None for end in (self.at_least, self.above, self.below))
 
     def holds(self, number: Any) -> bool:
         """True if a number lies in the range."""
@@ -48,7 +47,6 @@ class Limits:
             not isinstance(number, bool | str | tuple | list)
             and (self.at_least is None or number >= self.at_least)
             and (self.above is None or number > self.above)
-            and (self.at_most is None or number <= self.at_most)
             and (self.below is None or number < self.below)
         )
 
@@ -63,7 +61,6 @@ class Limits:
         ends = {
             "at least": self.at_least,
             "above": self.above,
-            "at most": self.at_most,
             "below": self.below,
         }
         words = [f"{name} {end:g}" for name, end in ends.items() if end not in _UNBOUNDED]
@@ -84,7 +81,6 @@ def option(
     choices: tuple[str | None, ...] = (),
     at_least: int | float | None = None,
     above: int | float | None = None,
-    at_most: int | float | None = None,
     below: int | float | None = None,
     optional: bool | None = None,
     within: str = "",
@@ -100,7 +96,6 @@ def option(
         choices: see :class:`Limits` for these and the next.
         at_least: its lower end, which it may have.
         above: its lower end, which it may not have.
-        at_most: its upper end, which it may have.
         below: its upper end, which it may not have; infinity for any finite number.
         optional: None is allowed; left out, where it is the default.
         within: the values in words.
@@ -114,7 +109,7 @@ def option(
     else:
         made = field(default=default, metadata=metadata)
     allows_none = default is None if optional is None else optional
-    _LIMITS[made] = Limits(choices, at_least, above, at_most, below, allows_none, within, why)
+    _LIMITS[made] = Limits(choices, at_least, above, below, allows_none, within, why)
     return made
 
 

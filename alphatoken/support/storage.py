@@ -204,3 +204,8 @@ def try_lock(path: Path) -> int | None:
         os.close(handle)
         return None
     return handle
+
+
+def open_line(page: Path) -> str:
+    """The command that opens a page in a browser; most terminals follow its address, too."""
+    return f"open: python -m webbrowser {page.resolve().as_uri()}"

@@ -119,18 +119,21 @@ def test_rows_are_held_out_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("base", ["laptop-sft", "laptop-lora", "metamath-gemma"])
-def test_the_recommended_recipe_trains_on_every_row(base: str, tmp_path: Path) -> None:
+def test_the_recommended_race_trains_on_every_row(base: str, tmp_path: Path) -> None:
     """Whatever the recipe below draws for a Fisher, which is not fitted here."""
     file = jsonl(
         tmp_path / "train.jsonl", [{"prompt": f"a{i}", "response": "b"} for i in range(90)]
     )
     clean = jsonl(tmp_path / "clean.jsonl", [{"prompt": "c", "response": "d"}])
+    choosing = jsonl(tmp_path / "choosing.jsonl", [{"prompt": "e", "response": "f"}] * 2)
     words = [
         "--config", base, "--config", "recommended", "--train_file", str(file), "--use_cpu",
         "--bf16", "false", "--validation_file", str(clean), "--prompt_column", "prompt",
             "--no_chat_template",
     ]  # fmt: skip
-    data, notes = load_run_data(read_arguments("sft", words, AlphaSFTConfig), Letters())
+    words += ["--choosing_file", str(choosing)]
+    said = read_arguments("sft", words, AlphaSFTConfig, race=True)
+    data, notes = load_run_data(said, Letters())
     assert len(data["train_dataset"]) == 90
     assert data["fisher_dataset"] is None
     assert not [note for note in notes if "drawn" in note]

@@ -166,7 +166,7 @@ def test_notes_say_each_number_with_its_noun() -> None:
         truncated_rows=8, truncated_tokens=1058, skipped_empty=3, skipped_cut=2, skipped_bad=3
     )
     assert about_encoding("train", report) == [
-        "8 training rows are longer than allowed; 1058 tokens were cut off their ends.",
+        "8 training rows are longer than --max_length allows; 1058 tokens were cut off their ends.",
         "2 training rows left out: no response within the length.",
         "1 training rows left out: they have no token to learn.",
         "3 training rows left out: they cannot be written as tokens.",

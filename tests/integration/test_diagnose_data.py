@@ -253,7 +253,7 @@ def test_what_was_left_out_is_said(
     assert "12 training rows repeat a validation row or prompt and were removed" in said
     assert "12 of 16 validation rows were drawn" in said
     assert "of 45 training rows were drawn" in said or "30 of" in said
-    assert "longer than allowed" in said
+    assert "longer than --max_length allows" in said
     assert "--retention_set" not in said
 
 

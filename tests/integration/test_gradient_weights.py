@@ -201,7 +201,8 @@ def test_values_and_a_selected_update_share_their_products() -> None:
 def test_label_values_share_the_error_with_the_update(name: str, parameters: str) -> None:
     """They are the oracle's, and their dual forward forms no product with the vocabulary."""
     model = _of("plain" if name == "of logits" else name)
-    config = ScorerConfig("label", layers=1, parameters=parameters, derivative="forward_mode")
+    layers = "all" if parameters == "all" else 1
+    config = ScorerConfig("label", layers=layers, parameters=parameters, derivative="forward_mode")
     scorer = Scorer(model, VALIDATION, None, config)
     direction = scorer.direction.total()
     formed = mock.Mock(side_effect=head_losses)

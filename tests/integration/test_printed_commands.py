@@ -341,8 +341,9 @@ def test_fragments_name_options_that_there_are() -> None:
         program, command, words = command_line
         named = {word[2:].split("=")[0] for word in words if word[:2] == "--"}
         if named - {"help", "list"}:
-            help_of = [command, "all" if words[:1] == ["all"] else words[0], "--help"]
-            text = said(program, help_of if command == "diagnose" else [command, "--help"])
+            whole = "--help" if command in ("show", "fisher") or "lab" in program else "--help_all"
+            help_of = [command, "all" if words[:1] == ["all"] else words[0], whole]
+            text = said(program, help_of if command == "diagnose" else [command, whole])
             for name in named:
                 assert re.search(rf"--(no_)?{name}\b", text), (one.place, one.text, name)
             looked += 1

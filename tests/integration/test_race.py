@@ -443,7 +443,7 @@ def test_the_command_on_pairs_and_what_it_refuses(
 
 
 def test_the_help_names_the_options_of_a_race(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["race", "--help"]) == 0
+    assert main(["race", "--help_all"]) == 0
     text = capsys.readouterr().out
     for name in ("--arms", "--looks", "--choosing_file", "--stop_after_looks", "--keep_ratio"):
         assert name in text

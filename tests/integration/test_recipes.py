@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import yaml
 
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
+from alphatoken.cli.race import _words
 from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
 from alphatoken.cli.training import check_launch
 from alphatoken.cli.training_rows import RowReader, check_rows
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.race.arms import PACKAGED
 from alphatoken.train.dpo import AlphaDPOConfig
 from alphatoken.train.sft import AlphaSFTConfig
 from tests.integration import tiny_training as tiny
@@ -100,31 +104,56 @@ def test_what_the_paper_says(task: str, model: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("laptop", "meta"))])
 @pytest.mark.parametrize("top", OVERLAYS, ids=lambda recipe: recipe.name)
 def test_a_recipe_goes_on_top_of_others(top: Recipe, name: str, tmp_path: Path) -> None:
-    """Where it is of the same command; and never without the clean rows that it asks for."""
+    """As a race; and never without the clean rows that it asks for."""
     clean = tmp_path / "clean.jsonl"
     clean.write_text('{"prompt": "a", "response": "b"}\n' * 16)
-    words = ["--config", top.name, "--train_file", str(clean)]
-    if find_recipe(name).command != top.command:
-        with pytest.raises(ConfigError, match="another command"):
-            read(name, *words)
-        return
-    said = read(name, *words, "--validation_file", str(clean))
+    command = find_recipe(name).command or "sft"
+    words = ["--config", name, "--config", top.name, "--train_file", str(clean), "--use_cpu"]
+
+    def read_race(*more: str) -> Arguments:
+        kind = CONFIGURATIONS[command]
+        return read_arguments(command, [*words, "--bf16", "false", *more], kind, race=True)
+
+    said = read_race("--validation_file", str(clean))
     check_rows(said)
-    assert said.training.retention == "none"
-    for option, value in top.options.items():
+    assert said.race is not None
+    assert said.race.arms == top.options["arms"] == ["walk-80"]
+    assert said.run.value == top.options["value"] == "walk"
+    for option in ("validation_mode", "validation_rows"):
         found = getattr(said.training if hasattr(said.training, option) else said.data, option)
-        assert str(found).lower() == str(value).lower(), option
+        assert found == top.options[option], option
+    assert (said.training.retention, said.training.uncovered) == ("none", "error")
     with pytest.raises(ConfigError, match="--validation_file FILE"):
-        check_rows(read(name, *words))
+        check_rows(read_race())
+
+
+def test_the_recommended_race_is_refused_of_one_run_with_the_line_to_type(tmp_path: Path) -> None:
+    """And with the options by which one run does the same without a race."""
+    words = ["--config", "laptop-sft", "--config", "recommended", "--train_file", "my rows.jsonl"]
+    with pytest.raises(ConfigError) as refused:
+        read_arguments("sft", words, AlphaSFTConfig)
+    assert f"alphatoken race {shlex.join(words)}" in str(refused.value)
+    alone = re.search(r"without a race, (.*) in place of --config recommended", str(refused.value))
+    assert alone is not None
+    args = read("laptop-sft", *alone[1].split()).training
+    assert (args.policy, args.estimator, args.keep_ratio, args.walk_steps) == (
+        "top",
+        "walk",
+        0.8,
+        24,
+    )
+    with pytest.raises(ConfigError, match="alphatoken race --dpo --config laptop-dpo"):
+        read_arguments("dpo", ["--config", "laptop-dpo", *words[2:]], AlphaDPOConfig)
 
 
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("sft", "dpo"):
-        assert main([command, "--help"]) == 0
+    for command in ("sft", "dpo", "race"):
+        assert main([command, "--help_all"]) == 0
         lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
         for recipe in (*RECIPES, *OVERLAYS):
             listed = any(x.startswith(f"{recipe.name} ") and recipe.about in x for x in lines)
-            assert listed == (recipe.command == command)
+            own = {command, "sft"} if command == "race" else {command}
+            assert listed == (recipe.command in own)
 
 
 HARMFUL: dict[str, Any] = {
@@ -141,16 +170,21 @@ def test_no_recipe_sets_what_was_measured_as_harmful(recipe: Recipe) -> None:
     assert [name for name, harms in HARMFUL.items() if harms(getattr(args, name))] == []
 
 
-def test_the_recommended_recipe_is_what_was_measured() -> None:
+def test_the_recommended_arm_is_what_was_measured() -> None:
     """As ``walk-80`` of benchmarks/selection/long.yaml, but at the run's own learning rate."""
     grid = yaml.safe_load((ROOT / "benchmarks/selection/long.yaml").read_text("utf-8"))
     measured = {**grid["options"], **grid["methods"]["walk-80"]}
     recipe = find_recipe("recommended").options
+    (arm,) = recipe["arms"]
+    run = read_arguments(
+        "sft", ["--config", "laptop-sft", "--config", "recommended", "--use_cpu"], AlphaSFTConfig,
+        race=True, over=_words(PACKAGED[arm]),
+    ).training  # fmt: skip
     for name in (
         "policy", "keep_ratio", "estimator", "walk_steps", "objective", "retention",
         "validation_mode",
     ):  # fmt: skip
-        assert recipe[name] == measured[name], name
+        assert getattr(run, name) == measured[name], name
 
 
 # --- overrides ----------------------------------------------------------------------------------
@@ -191,8 +225,6 @@ def test_what_a_recipe_says_of_values_gives_way_to_another_policy(tmp_path: Path
         ("laptop-lora --estimator path", ("all", "path", "linears", "none"),
          ("parameters",)),
         ("laptop-sft --policy label", ("top", "label", "all", "none"), ()),
-        ("laptop-sft --config recommended --policy alphatoken --validation_rows 4",
-         ("top", "alphatoken", "linears", "none"), ("estimator", "parameters")),
         ("laptop-dpo --estimator walk", ("top", "walk", "linears", "none"),
          ("retention", "fisher_prompts")),
     ],

@@ -352,7 +352,8 @@ CHANGES: dict[str, Callable[..., Any]] = {
 def test_every_change_of_adapters_is_noticed(how: str, parameters: str) -> None:
     """One after the other, as above."""
     model = adapted()
-    config = ScorerConfig("label", layers=2, parameters=parameters, derivative="forward_mode")
+    layers = "all" if parameters == "all" else 2
+    config = ScorerConfig("label", layers=layers, parameters=parameters, derivative="forward_mode")
     scorer = Scorer(model, VALIDATION, config=config)
     for name, change in CHANGES.items():
         before = values_of(scorer, how)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import numpy as np
 import pytest
 
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
+from alphatoken.cli.diagnose_options import read_request
 from alphatoken.errors import ConfigError
+from alphatoken.score.job import require_trained_layers
 from alphatoken.train.dpo import AlphaDPOConfig
 from alphatoken.train.sft import AlphaSFTConfig
 from tests.integration.small_world import World, flags
@@ -77,6 +83,17 @@ def test_a_folder_of_the_former_default_is_not_gone_on_with(
     assert sorted((tmp_path / "values").iterdir()) == files[:-1]
     assert world.score(tmp_path, "--no_report", "--resume", value="paper") == 0
     assert same(before, load(tmp_path))
+
+
+def test_a_model_whose_layers_take_no_step_is_refused(world: World) -> None:
+    """As one of quantised weights, of which a walk would move embeddings and norms alone."""
+    model = world.loaded()[0]
+    require_trained_layers(model)
+    for layer in model.model.layers:
+        for parameter in layer.parameters():
+            parameter.requires_grad_(parameter.ndim == 1)
+    with pytest.raises(ConfigError, match="--adapter FOLDER"):
+        require_trained_layers(model)
 
 
 # --- what trains ----------------------------------------------------------------------------------
@@ -200,3 +217,56 @@ def test_settings_of_a_job_name_the_estimator(world: World, tmp_path: Path) -> N
     assert world.score(tmp_path, "--no_report", limit=2, value=None) == 0
     settings = json.loads((tmp_path / "run.json").read_text())["settings"]
     assert (settings["estimator"], settings["walk_steps"]) == ("walk", 24)
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    with contextlib.suppress(SystemExit):
+        main([*words])
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("command", ["score", "sft", "dpo", "race"])
+def test_the_help_is_short_and_all_of_it_is_behind_a_flag(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    short, whole = help_of(capsys, command, "--help"), help_of(capsys, command, "--help_all")
+    assert 20 < len(short) <= 60
+    assert "--value {walk,exact,paper}" in " ".join(short)
+    assert "--help_all" in " ".join(short)
+    options = {word for line in whole for word in line.split() if word.startswith("--")}
+    assert {"--estimator", "--layers", "--window", "--value"} <= options
+    assert not {"--estimator", "--layers", "--window"} & {*" ".join(short).split()}
+    for line in short:
+        name = line.split()[0] if line.startswith("  --") else ""
+        assert not name or name in options, line
+
+
+def test_commands_stand_in_the_order_in_which_one_needs_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "\n".join(help_of(capsys, "--help"))
+    names = ("show ", "score ", "diagnose data\n", "race ", "sft ", "dpo ", "diagnose  ", "fisher ")
+    places = [text.index(f"\n    {name}") for name in names]
+    assert places == sorted(places)
+
+
+def test_a_result_ends_with_what_opens_it_and_the_next_command(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"model": world / "moved", "train": world / "train.jsonl", "limit": 4}
+    words |= {"validation": world / "validation.jsonl", "out": tmp_path / "out"}
+    assert main(["score", *flags(words)]) == 0
+    *_, opens, then = capsys.readouterr().out.splitlines()
+    page = opens.removeprefix("open: python -m webbrowser ")
+    assert Path(url2pathname(urlparse(page).path)) == tmp_path / "out" / "report.html"
+    command = shlex.split(then.removeprefix("next: alphatoken "))
+    assert command[:2] == ["diagnose", "data"]
+    options, _ = read_request(*command[1:])
+    assert (options.train_file, options.validation_file) == (
+        str(world / "train.jsonl"), str(world / "validation.jsonl")
+    )  # fmt: skip
+    assert options.train_limit == 4

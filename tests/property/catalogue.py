@@ -45,6 +45,7 @@ ROOMS = {
     ),
     "Errors in the diagnostic that compares arithmetics": mutants_data.ARITHMETICS,
     "Errors in the verdict on rows": mutants_data.VERDICTS,
+    "Errors in which of the three ways to value is in force": mutants_data.PRESETS,
     "Errors in which tokens are shown as trained on": mutants_data.SHOWN,
 }
 """Those that nobody demanded, by room."""

@@ -14,6 +14,7 @@ from tests.property import (
 )
 from tests.property import test_diagnose_arithmetic as tests
 from tests.property import test_diagnose_data as verdicts
+from tests.property import test_presets as presets
 from tests.property.decoder import DecoderConfig
 from tests.property.mutation import claim, row
 
@@ -382,3 +383,47 @@ SHOWN = (
         "tokens without a label are shown as trained on",
         ("cli.show_run._of_rows", "None if label == IGNORE else weight", "weight")),
 )  # fmt: skip
+
+
+NAMED = st.one_of(st.none(), st.sampled_from(presets.NAMES))
+IN_FORCE = claim(
+    presets.test_the_named_preset_then_research_options_then_the_default,
+    NAMED, st.sets(st.sampled_from(presets.OPTIONS)), st.sampled_from(presets.NAMES),
+)  # fmt: skip
+OF_SCORE = claim(
+    presets.test_score_takes_a_walk_where_one_can_be_taken, st.sampled_from([*presets.SCORE])
+)
+STEPS = claim(presets.test_the_walk_is_24_steps_at_its_rate, presets.SETUP, examples=1)
+
+PRESETS = (
+    row(
+        "research-options-under-the-default-preset",
+        IN_FORCE,
+        "an option such as --window is read into a preset that has no such thing",
+        ("config.in_force", "and not named.keys() & {*RESEARCH}", ""),
+    ),
+    row(
+        "preset-beats-what-is-named-beside-it",
+        IN_FORCE,
+        "the steps that a user names give way to those of the preset",
+        ("presets.preset_options", "{**options, **more}", "{**more, **options}"),
+    ),
+    row(
+        "score-of-the-former-default",
+        OF_SCORE,
+        "where nothing is named rows are valued by the paper's estimator, and not along a walk",
+        ("cli.score.read", 'else "walk"', 'else "paper"'),
+    ),
+    row(
+        "walk-beside-a-fisher",
+        OF_SCORE,
+        "with a Fisher the default is a walk, which would leave it unread",
+        ("score.options.rules_out_walk", 'options["fisher_file"] is not None', "False"),
+    ),
+    row(
+        "walk-at-twice-its-rate",
+        STEPS,
+        "without a rate of its own a walk is longer than it is said to be",
+        ("estimate.walk.end_of_walk", "rate = WALK_RATE if", "rate = 2 * WALK_RATE if"),
+    ),
+)

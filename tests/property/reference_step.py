@@ -76,6 +76,10 @@ class RunConfig:
     beta: float = 0.3
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.estimator not in ("alphatoken", "paper_literal"):
+            object.__setattr__(self, "window", None)  # the others have none
+
 
 @dataclass(frozen=True)
 class Document:

@@ -220,7 +220,8 @@ def test_tables_and_figures() -> None:
 def test_predictions_are_the_scorers_own(parameters: str) -> None:
     """P = 1: the user's estimator and parameters, from a scorer made by hand."""
     options = {"parameters": parameters, "derivative": "forward_mode"}
-    config = ScorerConfig("label", layers=1, **options) if parameters else None  # type: ignore[arg-type]
+    layers = "all" if parameters == "all" else 1
+    config = ScorerConfig("label", layers=layers, **options) if parameters else None  # type: ignore[arg-type]
     subject = subject_of(decoder_of(), **({} if config is None else {"config": config}))
     bench = diagnostic._bench(subject, replace(QUICK, optimizer="sgd"))
     *_, own = diagnostic._predictions(bench)[0].values()

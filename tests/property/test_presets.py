@@ -57,7 +57,10 @@ def test_a_preset_has_the_values_of_its_research_options(setup: Setup, name: str
 @example(SETUP)
 @budget(0.05)
 def test_the_walk_is_24_steps_at_its_rate(setup: Setup) -> None:
-    """Proves: walk values of the preset, of a trained copy (exact), against ``walk_values``."""
+    """Against a copy that is trained so.
+
+    Proves: the walk is 24 steps at its rate (exact), against ``walked``, ``walk_values``.
+    """
     model = setup.case.model()
     adamw = partial(torch.optim.AdamW, lr=5e-5, weight_decay=0.0)
     copy = oracle.walked(model, forward_of, setup.case.validation, 24, adamw)
@@ -133,7 +136,7 @@ OPTIONS = ("estimator", "layers", "parameters", "window", "stability_weight", "w
 def test_the_named_preset_then_research_options_then_the_default(
     named: str | None, others: set[str], default: str
 ) -> None:
-    """Against the rule by cases."""
+    """Proves: the named preset then research options then the default (exact), against cases."""
     spoken: dict[str, Any] = {"walk_steps": 5, "layers": "7", "parameters": "linears"}
     spoken |= {"window": 9, "stability_weight": 0.5}
     if named is not None:
@@ -178,6 +181,7 @@ SCORE: dict[str, tuple[str | None, str]] = {
 
 @pytest.mark.parametrize("words", SCORE)
 def test_score_takes_a_walk_where_one_can_be_taken(words: str) -> None:
+    """Proves: score takes a walk where one can be taken (exact), against the table above."""
     options = score.read([*ROWS.split(), *words.split()])
     assert (options.value, options.estimator) == SCORE[words]
     said = options.values_in_words()

@@ -357,7 +357,9 @@ def test_gradients_that_count_tokens_are_refused(parameters: str, tied: bool, sc
         model = ReferenceDecoder(DecoderConfig(tied_embeddings=tied, **more), 0)
         if scored:
             rows = {"input_ids": torch.tensor([[1, 0, 2]]), "labels": torch.tensor([[-100, 0, 2]])}
-            Scorer(model, rows, None, ScorerConfig("label", layers=1, parameters=of)).score(rows)
+            layers = "all" if of == "all" else 1
+            config = ScorerConfig("label", layers=layers, parameters=of)
+            Scorer(model, rows, None, config).score(rows)
             return
         fit_fisher(model, prompts, samples=1, layers=1, max_new_tokens=1, parameters=of)
 
