@@ -380,7 +380,7 @@ def check_files(options: DiagnoseOptions) -> None:
             remedy="--validation_file FILE, or --validation_rows N to draw them from the training "
             "rows",
         )
-    keep_count(options.keep_ratio, 1, name="--keep_ratio")  # its own error
+    keep_count(options.ratio, 1, name="--keep_ratio")  # its own error
     _ = options.scorer_config()  # its own error
     beside_models(options.beside)
     named = [("training", options.train_file), ("validation", options.validation_file)]
@@ -443,7 +443,7 @@ def prepare(options: DiagnoseOptions) -> tuple[Subject, dict[str, Any], list[str
         beside={name: options.other(path).model for name, path in beside.items()},
         fisher=fisher,
         config=config,
-        ratio=options.keep_ratio,
+        ratio=options.ratio,
         batch_size=options.per_device_train_batch_size,
         **{name: value for name in _SAME if (value := getattr(options, name)) is not None},
         progress=not options.quiet,

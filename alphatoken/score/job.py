@@ -371,7 +371,7 @@ class Job:
             "layers": layers if isinstance(layers, (int, str)) else list(layers),
             "parameters": valued.pop("parameters"),
             **valued,
-            "keep_ratio": options.keep_ratio,
+            "keep_ratio": options.ratio,
             "keep_scope": options.keep_scope,
             "per_device_train_batch_size": options.per_device_train_batch_size,
             "shard_size": self.block_size,

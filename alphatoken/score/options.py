@@ -172,8 +172,11 @@ class RunningOptions:
 class CorpusOptions(ModelOptions, ValueOptions, ReadingOptions, LeftOutOptions, RunningOptions):
     """Options of the commands that value the rows of a file: ``score`` and ``diagnose``."""
 
-    keep_ratio: float = option(
-        0.5, "share of the response tokens to keep", group="options for keeping tokens"
+    keep_ratio: float | None = option(
+        None,
+        "share of the response tokens to keep (default 0.5); the page of `score` shows which ones "
+        "where it is given",
+        group="options for keeping tokens",
     )
     resume: bool = option(
         False,
@@ -182,6 +185,11 @@ class CorpusOptions(ModelOptions, ValueOptions, ReadingOptions, LeftOutOptions, 
         group="options for an earlier run",
     )
     overwrite_output: bool = option(False, "replace existing output", either="earlier")
+
+    @property
+    def ratio(self) -> float:
+        """The share of the response tokens to keep."""
+        return 0.5 if self.keep_ratio is None else self.keep_ratio
 
 
 @dataclass(kw_only=True)

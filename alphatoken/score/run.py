@@ -61,7 +61,7 @@ def score_corpus(options: ScoreOptions) -> None:
     """
     here = _this_process()
     # Its error comes now, and not after the first batch.
-    keep_count(options.keep_ratio, 1, name="--keep_ratio")
+    keep_count(options.ratio, 1, name="--keep_ratio")
     require_writable(options.output_dir)
     _check_engine(options, here)
     if options.scorer_config().estimator == "walk" and options.verify is not None:
@@ -186,7 +186,7 @@ def value_block(
                 scorer,
                 window,
                 size,
-                ratio=options.keep_ratio,
+                ratio=options.ratio,
                 scope="batch" if scope == "dataset" else scope,
                 queries=len(options.query),
                 report=share_done,

@@ -21,7 +21,8 @@ from torch import Tensor
 from alphatoken.data.texts import token_texts
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.loading import model_name, text_tokenizer
-from alphatoken.score.value_page import summarise, write_report
+from alphatoken.score.summary import summarise
+from alphatoken.score.value_page import write_report
 from alphatoken.score.values import ScoredExample, Visits, read_values, write_values
 from alphatoken.support.devices import on_host
 from alphatoken.support.storage import read_json
