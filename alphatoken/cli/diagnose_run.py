@@ -26,7 +26,7 @@ from alphatoken.data.encode import about_encoding
 from alphatoken.data.split import about_pools
 from alphatoken.diagnose import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.diagnose.clouds import require_sklearn
-from alphatoken.diagnose.diagnosis import LEAD, Diagnosis, section_of
+from alphatoken.diagnose.diagnosis import LEAD, Diagnosis, overall, section_of
 from alphatoken.diagnose.statistics import FEWEST
 from alphatoken.diagnose.subject import Subject, diagnosed_before, require_retention
 from alphatoken.errors import (
@@ -292,8 +292,10 @@ class _Folder:
         done = {name: Diagnosis.load(self.path / name) for name in finished}
         title, lead = (
             "How far to trust the values:",
-            f"{len(done)} of {len(shown)} diagnoses. {LEAD}",
+            f"{overall(list(done.values()))} {LEAD}".strip(),
         )
+        if len(done) < len(shown):
+            lead = f"{len(done)} of {len(shown)} diagnoses so far. {lead}"
         if len(shown) == 1:
             title, lead = shown[0].question, shown[0].lead or lead
         page = render_page(

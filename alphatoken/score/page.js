@@ -138,26 +138,27 @@
     return every.length ? Math.round(100 * low / every.length) : 0;
   }
 
-  function percent(loss) {
+  // A loss, and the probability that it is of.
+  function likely(loss) {
     const share = 100 * Math.exp(-Math.max(0, loss));
-    return (share >= 0.1 ? number(+share.toPrecision(2), 2) : "below 0.1") + "\u00a0%";
+    const percent = share >= 0.1 ? number(+share.toPrecision(2), 2) : "below 0.1";
+    return "loss " + number(loss, 3) + ", probability " + percent + "\u00a0%";
   }
 
   // The rows of a tooltip: name, what is said.
   function facts(view, order) {
     const example = view.example, own = shownKey(view), value = example.values[own][order];
     const unit = data.unit ? " " + data.unit : "";
-    const named = (view.list ? [view.list.component] : data.components).filter((one) => one.key === own);
-    const rows = [[named[0].name, signed(value) + unit, true]];
+    const alone = view.list || data.components.length === 1;
+    const name = alone ? "value" : data.components.find((one) => one.key === own).name;
+    const rows = [[name, signed(value) + unit, true]];
     if (data.rate && own === "total")
       rows.push(["a step of rate " + number(data.rate, 3), "moves the loss by " + signed(-data.rate * value)]);
-    rows.push(["rank", "above " + rank(view, value) + "\u00a0% of the tokens shown"]);
+    rows.push(["rank", "above " + rank(view, value) + "\u00a0% of the tokens"]);
     if (example.loss) {
-      const before = example.loss[order], after = before - example.values.total[order];
-      const way = (from, to) => data.after ? from + " \u2192 " + to : from;
-      const when = data.after ? " before \u2192 " + data.after : "";
-      rows.push(["loss" + when, way(number(before, 3), number(after, 3))]);
-      rows.push(["probability" + when, way(percent(before), percent(after))]);
+      const before = example.loss[order], now = data.after ? "before" : "now";
+      rows.push([now, likely(before)]);
+      if (data.after) rows.push([data.after, likely(before - (example.values.total || example.values[own])[order])]);
     }
     for (const one of view.list ? [] : data.components)
       if (one.key !== own) rows.push([one.name, signed(example.values[one.key][order])]);

@@ -245,6 +245,7 @@ class Section:
         html: pictures, tables and anything else, safe as it is.
         notes: warnings.
         settings: what this section depends on and others do not.
+        mark: "good", "doubtful" or "bad", before its verdict; or "".
     """
 
     anchor: str
@@ -256,6 +257,7 @@ class Section:
     html: str = ""
     notes: Sequence[str] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
+    mark: str = ""
 
 
 def render_page(

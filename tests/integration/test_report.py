@@ -509,10 +509,10 @@ def test_browser_says_unit_rank_loss_and_probability(walked: Browser) -> None:
         "[...document.querySelectorAll('#tip tr')].map(r => [...r.cells].map(c => c.textContent))"
     )
     assert told == [
-        ["Total", "+4 nats"],
-        ["rank", "above 89\u00a0% of the tokens shown"],
-        ["loss before \u2192 after the walk", "1 \u2192 \u22123"],
-        ["probability before \u2192 after the walk", "37\u00a0% \u2192 100\u00a0%"],
+        ["value", "+4 nats"],
+        ["rank", "above 89\u00a0% of the tokens"],
+        ["before", "loss 1, probability 37\u00a0%"],
+        ["after the walk", "loss \u22123, probability 100\u00a0%"],
     ]
 
 
