@@ -290,28 +290,30 @@ class _Folder:
         shown = [entry for entry in DIAGNOSTICS if entry.name in self.diagnostics]
         finished = [one.name for one in shown if Diagnosis.finished(self.path / one.name)]
         done = {name: Diagnosis.load(self.path / name) for name in finished}
-        title, lead = (
-            "How far to trust the values:",
-            f"{overall(list(done.values()))} {LEAD}".strip(),
-        )
+        of, alone = "/".join(model.parts[-2:]), len(shown) == 1
+        title = shown[0].question if alone else f"How far to trust the values: {of}"
+        lead = f"{overall(list(done.values()))} {LEAD}".strip()
         if len(done) < len(shown):
             lead = f"{len(done)} of {len(shown)} diagnoses so far. {lead}"
-        if len(shown) == 1:
-            title, lead = shown[0].question, shown[0].lead or lead
+        if alone:
+            lead = f"Asked of {of}. {shown[0].lead or LEAD}"
+        sections = [
+            section_of(
+                entry.name,
+                entry.question,
+                done.get(entry.name),
+                failure=self.failures.get(entry.name, ""),
+                shared=settings,
+            )
+            for entry in shown
+        ]
+        if alone:  # the question is the title of the page
+            sections = [replace(sections[0], title="Answer", name="")]
         page = render_page(
-            f"{title} {'/'.join(model.parts[-2:])}",
+            title,
             lead,
-            [
-                section_of(
-                    entry.name,
-                    entry.question,
-                    done.get(entry.name),
-                    failure=self.failures.get(entry.name, ""),
-                    shared=settings,
-                )
-                for entry in shown
-            ],
-            contents=True,
+            sections,
+            contents=not alone,
             rows=self.notes,
             settings=settings,
             command=self.command,

@@ -26,6 +26,7 @@ from alphatoken.errors import DataError, short
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.page import Section, number, parts, render_page
 from alphatoken.score.summary import worded
+from alphatoken.score.token_kinds import is_control
 from alphatoken.score.value_page import shown_example, window
 from alphatoken.score.values import ScoredExample, query_key, responses, visible
 from alphatoken.support.storage import write_text
@@ -105,11 +106,10 @@ _HONEST = (
 )
 
 _READ = (
-    "Rows are ordered by the sum of the values over their response tokens, so long rows come "
-    "first where each token does the same. Blue tokens raise the probability of the query, orange "
-    "ones lower it; a colour means the same value in all rows of one query, and follows its root, "
-    "so that small values are seen. Grey lines are prompts; open one to read all of it. Move over "
-    "a token, or focus it and use the arrow keys, for its value."
+    "Blue tokens raise the probability of the query, orange ones lower it. Rows are ordered by the "
+    "sum of the values over their response tokens, so long rows come first where each token does "
+    "the same. Grey lines are prompts; open one to read all of it. Move over a token, or focus it "
+    "and use the arrow keys, for its value."
 )
 
 
@@ -201,7 +201,7 @@ def write_query_report(
         lists += shown
     html = render_page(
         title,
-        f"{_LEAD.format(counted=f'{number(rows)} rows were valued')} {_HONEST}",
+        _LEAD.format(counted=f"{number(rows)} rows were valued"),
         sections,
         contents=len(queries) > 1,
         notes=[meaning.lead, *notes],
@@ -249,13 +249,23 @@ def _section(
     reading = f"{reading[:1].upper()}{reading[1:]}."
     section = Section(
         key.replace("_", "-"),
-        visible(short("".join(t for t, v in zip(tokens, valued, strict=True) if v), 90)),
+        visible(short(_words(query, tokens, valued), 90)),
         name=f"Query {n + 1}",
         verdict=f"{number(rank.raising)} training rows raise it, {number(rank.lowering)} lower it.",
-        remarks=[reading, _READ] if n == 0 else [reading],
+        remarks=[reading, _READ, _HONEST] if n == 0 else [reading],
         html="\n".join(html),
     )
     return section, lists
+
+
+def _words(query: Example, tokens: Sequence[str], valued: Sequence[bool]) -> str:
+    """A plain text from its first token on, or the response; without special tokens."""
+    plain = len(query.row.turns) == 1
+    return "".join(
+        token
+        for token, is_valued in zip(tokens, valued, strict=True)
+        if (is_valued or plain) and not is_control(token)
+    ).strip()
 
 
 def _shown(

@@ -165,11 +165,14 @@ def row_histogram(means: Sequence[float], trusted: Sequence[float] = ()) -> dict
     low, high = (float(end([*own, *others])) for end in (min, max))
     if low == high:
         low, high = low - 1.0, high + 1.0
-    if low < 0 < high:  # 0 is the border of two bins, so that no bar has rows of both signs
+    edges = np.linspace(low, high, _BINS + 1)
+    if low < 0 <= high:  # 0 is the border of two bins, so that no bar has rows of both signs
         below = min(_BINS - 1, max(1, round(_BINS * -low / (high - low))))
-        width = max(-low / below, high / (_BINS - below))
-        low, high = -below * width, (_BINS - below) * width
-    counts, edges = np.histogram(own, _BINS, (low, high))
+        edges = np.arange(-below, _BINS - below + 1) * max(-low / below, high / (_BINS - below))
+        # Rounding must not put the outermost rows outside.
+        edges[0], edges[-1] = min(edges[0], low), max(edges[-1], high)
+        low, high = float(edges[0]), float(edges[-1])
+    counts, _ = np.histogram(own, edges)
     middles = (edges[:-1] + edges[1:]) / 2
     most = int(counts.max())
     return {
@@ -181,7 +184,7 @@ def row_histogram(means: Sequence[float], trusted: Sequence[float] = ()) -> dict
             (int(count), round(100 * int(count) / most, 1), "minus" if middle < 0 else "plus")
             for count, middle in zip(counts, middles, strict=True)
         ],
-        "zero": round(-100 * low / (high - low), 2) if low < 0 < high else None,
+        "zero": round(-100 * low / (high - low), 2) if low < 0 <= high else None,
         "marks": [round(100 * float((x - low) / (high - low)), 2) for x in others],
     }
 

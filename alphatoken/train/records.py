@@ -43,8 +43,8 @@ from alphatoken.train.trainer_loss import MicroBatch, undivided
 from alphatoken.values import TokenValues, derivative_notes
 
 _LEAD = (
-    "Blue: where the run trained on this token, it moved down the validation loss, to first order; "
-    "a value is step size times value, summed over the visits. Orange: it moved up."
+    "Blue: by its steps on this token the run lowered the validation loss, to first order. Orange: "
+    "it raised it. A value is step size times value, summed over the visits."
 )
 _RUN_UNIT = "step size times value"
 _SHOWN_OPTIONS = {
