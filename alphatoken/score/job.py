@@ -310,6 +310,11 @@ class Job:
         """The value file of a block."""
         return self.options.folder / "values" / f"part-{number:05d}.parquet"
 
+    @property
+    def trusted_file(self) -> Path:
+        """The value file of the rows that a walk was taken on."""
+        return self.options.folder / "trusted" / "part-00000.parquet"
+
     def missing(self) -> list[int]:
         """Blocks that are not finished."""
         return [number for number in self.blocks if not self.value_file(number).exists()]

@@ -30,7 +30,7 @@ from alphatoken.score.job import CorpusSurvey, Job, on_device
 from alphatoken.score.meaning import meaning_of
 from alphatoken.score.page import number as written
 from alphatoken.score.queries import QueryRank, rank_rows, write_query_report
-from alphatoken.score.summary import ValueSummary, summarise
+from alphatoken.score.summary import ValueSummary, mean_of, summarise
 from alphatoken.score.value_page import write_report
 from alphatoken.score.values import (
     ScoredExample,
@@ -124,7 +124,10 @@ def _write_page(
     if not ranks:
         asked = job.options.keep_ratio is not None or job.options.rows is not None
         title = f"Token values of {name}"
-        write_report(page, summary, title=title, selection=asked, **more)
+        path = job.trusted_file
+        trusted_rows = read_values(path) if path.exists() else ()
+        means = [mean_of(one, "total") for one in trusted_rows]
+        write_report(page, summary, title=title, trusted=means, selection=asked, **more)
         return
     write_query_report(
         page,

@@ -102,6 +102,7 @@ def _run_first(options: ScoreOptions, here: _LaunchedProcess) -> None:
             _value_with_ray(job, numbers)
         else:
             _value_blocks(job, scorer, here.share(numbers))
+            _value_trusted(job, scorer)
         here.wait()
         write_results(job, scorer, warned, start)
 
@@ -143,7 +144,7 @@ def _prepare_folder(job: Job) -> None:
     manifest = folder / "run.json"
     if job.options.overwrite_output and manifest.exists():
         manifest.unlink()
-        for name in ("values", "job"):
+        for name in ("values", "job", "trusted"):
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in ("summary.json", "report.html", "bad_rows.jsonl", "rows.jsonl"):
             (folder / name).unlink(missing_ok=True)
@@ -154,6 +155,18 @@ def _prepare_folder(job: Job) -> None:
         leftover.unlink()
     if not manifest.exists():
         write_json(manifest, {"command": "score", "settings": job.settings}, default=str)
+
+
+def _value_trusted(job: Job, scorer: Scorer) -> None:
+    """Value some of the rows that a walk was taken on, to be marked on the page."""
+    options, path = job.options, job.trusted_file
+    compared = options.scorer_config().estimator == "walk" and not options.query
+    if not compared or not options.report or not job.validation or path.exists():
+        return
+    path.parent.mkdir(exist_ok=True)
+    rows = job.validation[:_MARKED]
+    size = options.per_device_train_batch_size
+    write_values(path, score_rows(scorer, rows, size, ratio=options.ratio))
 
 
 def value_block(
@@ -203,6 +216,9 @@ def _read_ahead(items: Iterator[_T]) -> Iterator[_T]:
             coming = reader.submit(next, items, None)
             yield item
 
+
+_MARKED = 64
+"""Trusted rows that are valued too."""
 
 _WINDOW = 512
 """Rows that are batched by their lengths; fewer of a file that has fewer."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.page import Column, Section, environment, number, render_page, table_html
@@ -165,7 +166,7 @@ def row_histogram(means: Sequence[float], trusted: Sequence[float] = ()) -> dict
     low, high = (float(end([*own, *others])) for end in (min, max))
     if low == high:
         low, high = low - 1.0, high + 1.0
-    edges = np.linspace(low, high, _BINS + 1)
+    edges: NDArray[Any] = np.linspace(low, high, _BINS + 1)
     if low < 0 <= high:  # 0 is the border of two bins, so that no bar has rows of both signs
         below = min(_BINS - 1, max(1, round(_BINS * -low / (high - low))))
         edges = np.arange(-below, _BINS - below + 1) * max(-low / below, high / (_BINS - below))
