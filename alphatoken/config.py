@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from alphatoken.errors import ConfigError, refuse_unknown
 from alphatoken.model.choice import DEFAULT_LAYERS, ParameterChoice, read_layers
+from alphatoken.presets import PRESETS, WALK_RATE, preset_options, written_options
+from alphatoken.presets import WALK as WALK
 from alphatoken.support.options import check_options, option, same_option, with_options_in_docstring
 
 if TYPE_CHECKING:
@@ -42,8 +44,7 @@ CAPTURED: Mapping[str, ErrorRule] = {
 """Estimators that contract errors at the scored linears with M, each by its rule."""
 ESTIMATORS = (*CAPTURED, "label")
 """First-order values: contractions of gradients with M."""
-WALK = "walk"
-"""Loss differences along a walk; see ``estimate.walk``."""
+_PAPER, _WALK = PRESETS["paper"].options, PRESETS["walk"].options
 SELF_ONLY = tuple(name for name, rule in CAPTURED.items() if rule.backward == "self")
 """Estimators that need the self-only backward."""
 SPLIT = tuple(name for name, rule in CAPTURED.items() if name in SELF_ONLY or rule.propagation)
@@ -54,10 +55,12 @@ FORMS = ("central", "one_sided")
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
     "part": SPLIT,
+    "window": tuple(name for name, rule in CAPTURED.items() if rule.propagation),
     "derivative": ("label",),
     "preconditioner": ESTIMATORS,
     "standard_errors": ESTIMATORS,
     "uncovered": ESTIMATORS,
+    "stability_weight": ESTIMATORS,
     "walk_steps": (WALK,),
     "walk_learning_rate": (WALK,),
     "walk_refresh": (WALK,),
@@ -68,6 +71,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
 _NAMED = ("frozen", "full", "kronecker")
 _NOT_READ_WHY = {
     "part": "its value is one number, with the direct and the causal part inside",
+    "window": "it bounds Value-Propagation, and the others have none",
     "derivative": "the others contract errors of a backward with M",
 }
 _ALONG_A_WALK = (
@@ -80,6 +84,8 @@ _ALONG_A_WALK = (
 @dataclass(frozen=True, repr=False)
 class ScorerConfig:
     """Options of the values. The defaults are the paper's: K = 3, W = 32, lambda = 1.5.
+
+    :meth:`walk`, :meth:`exact` and :meth:`paper` are the three ways to value, by name.
 
     ``alphatoken.estimate.captured`` says what each estimator contracts, and
     ``alphatoken.model.choice`` how ``parameters`` are chosen; for "walk", which moves all that
@@ -94,7 +100,7 @@ class ScorerConfig:
     """
 
     estimator: str = option(
-        "alphatoken",
+        _PAPER["estimator"],
         "estimator of token values: 'alphatoken' (the paper), 'direct', 'path', 'label' (exact for "
         "a loss mask), 'paper_literal', or 'walk' (the decrease of a token's loss along AdamW "
         "steps on the validation rows)",
@@ -112,19 +118,20 @@ class ScorerConfig:
         choices=("both", "direct", "causal"),
     )
     # At most the depth of the model, since the default serves models of one or two layers as well.
-    # Where ``parameters`` are "all" it plays no part.
+    # Where ``parameters`` are "all" it plays no part, and another choice is refused.
     layers: int | str | Sequence[int] = option(
-        DEFAULT_LAYERS,
+        _PAPER["layers"],
         "scored layers: the last K, 'all', or indices such as 0,4",
         within="1 to all layers",
     )
     window: int | None = option(
-        32, "window W of Value-Propagation in tokens, or none", at_least=0, optional=True
+        _PAPER["window"],
+        "window W of Value-Propagation in tokens, or none",
+        at_least=0,
+        optional=True,
     )
-    # No default suits every model: compare ``||lambda V||`` with ``||G||`` (``Direction.balance``)
-    # before choosing it.
     stability_weight: float = option(
-        1.5,
+        _PAPER["stability_weight"],
         "lambda, the weight of stability in the total value; it has no natural unit: see the "
         "balance",
         above=-math.inf,
@@ -153,7 +160,7 @@ class ScorerConfig:
         below=math.inf,
     )
     parameters: str = option(
-        "linears",
+        _PAPER["parameters"],
         "parameters that values are over: 'linears' of the scored layers, 'linears,experts' with "
         "the matrices of their mixtures of experts; with estimator 'label' also 'all' trainable "
         "ones, or parts joined by commas, 'linears' and patterns of names such as "
@@ -187,13 +194,13 @@ class ScorerConfig:
         choices=("auto", "forward_mode", *FORMS),
     )
     walk_steps: int = option(
-        24,
+        _WALK["walk_steps"],
         "AdamW steps of a walk, each on the next validation batch (estimator 'walk')",
         at_least=1,
     )
     walk_learning_rate: float | None = option(
-        None,
-        "constant learning rate of a walk; default: 5e-5, in a trainer the run's",
+        _WALK["walk_learning_rate"],
+        f"constant learning rate of a walk; default: {WALK_RATE:g}, in a trainer the run's",
         above=0,
         below=math.inf,
     )
@@ -216,6 +223,28 @@ class ScorerConfig:
         """Refuse options that there are not, by name."""
         refuse_unknown(cls.__name__, "option", options, [one.name for one in fields(cls)])
         return super().__new__(cls)
+
+    @classmethod
+    def walk(cls, **more: Any) -> Self:
+        """Walk values (``alphatoken.presets``); options in ``more`` override the preset's.
+
+        >>> ScorerConfig.walk(walk_steps=48)
+        ScorerConfig(estimator='walk', walk_steps=48)
+
+        Raises:
+            ConfigError: as of the class, or another estimator in ``more``.
+        """
+        return cls(**preset_options("walk", more))
+
+    @classmethod
+    def exact(cls, **more: Any) -> Self:
+        """Label values over all parameters; otherwise as :meth:`walk`."""
+        return cls(**preset_options("exact", more))
+
+    @classmethod
+    def paper(cls, **more: Any) -> Self:
+        """The paper's values, the defaults; otherwise as :meth:`walk`."""
+        return cls(**preset_options("paper", more))
 
     @property
     def choice(self) -> ParameterChoice:
@@ -279,7 +308,7 @@ class ScorerConfig:
 
 @dataclass(kw_only=True)
 class ValueOptions:
-    """Options for valuing tokens."""
+    """Research options for valuing tokens, in place of --value."""
 
     estimator: str = same_option(ScorerConfig, "estimator")
     layers: str = same_option(ScorerConfig, "layers", default=str(DEFAULT_LAYERS))
@@ -301,6 +330,36 @@ class ValueOptions:
         return ScorerConfig(**settings | {"layers": read_layers(self.layers)})
 
 
+# --- what is in force ----------------------------------------------------------------------------
+
+RESEARCH = (
+    *("estimator", "parameters", "layers"),
+    *(name for name, readers in READ_BY.items() if WALK not in readers),
+)
+"""Options by which tokens are valued in another way than a preset's."""
+
+
+def in_force(
+    value: str | None, named: Mapping[str, Any], default: str
+) -> tuple[str | None, dict[str, Any]]:
+    """The preset in force, and the options of values that it and the options named come to.
+
+    Args:
+        value: the preset that was named, or None.
+        named: options of values that were named beside it.
+        default: the preset where neither it nor a research option was named.
+
+    Returns:
+        No preset where research options stand in its place; others then have their defaults.
+
+    Raises:
+        ConfigError: as of :func:`preset_options`.
+    """
+    if value is None and not named.keys() & {*RESEARCH}:
+        value = default
+    return value, dict(named) if value is None else written_options(value, named)
+
+
 # --- what an estimator does not read --------------------------------------------------------------
 
 
@@ -317,7 +376,8 @@ def refused_by_estimator(options: Mapping[str, Any]) -> Iterator[tuple[str, Conf
     values |= options
     estimator = values["estimator"]
     for name, readers in READ_BY.items():
-        if estimator not in readers and not _is_default(name, values[name]):
+        unlimited = name == "window" and values[name] is None  # true of all that have no window
+        if estimator not in readers and not (_is_default(name, values[name]) or unlimited):
             yield name, _not_read(name, readers, values)
     if values["part"] == "causal" and estimator == "direct":
         yield (
@@ -331,6 +391,17 @@ def refused_by_estimator(options: Mapping[str, Any]) -> Iterator[tuple[str, Conf
         )
     if estimator == WALK:
         yield from _refused_by_walk(values)
+    elif estimator == "label" and values["parameters"] == "all" and not _all_or_default(values):
+        yield (
+            "layers",
+            ConfigError(
+                "layers have no meaning beside parameters='all'",
+                got=f"layers={values['layers']!r}, parameters='all'",
+                why="every trainable parameter is valued, whichever layer it lies in",
+                remedy="layers='all' (--layers all), or parameters='linears' for the linears of "
+                "these layers",
+            ),
+        )
     elif not ParameterChoice.read(values["parameters"]).captured and estimator != "label":
         yield (
             "parameters",
@@ -341,6 +412,10 @@ def refused_by_estimator(options: Mapping[str, Any]) -> Iterator[tuple[str, Conf
                 remedy="--estimator label (in Python estimator='label'), or 'linears'",
             ),
         )
+
+
+def _all_or_default(values: Mapping[str, Any]) -> bool:
+    return values["layers"] in (DEFAULT_LAYERS, "all")
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -364,11 +439,10 @@ def _not_read(name: str, readers: Sequence[str], values: Mapping[str, Any]) -> C
 
 def _refused_by_walk(values: Mapping[str, Any]) -> Iterator[tuple[str, ConfigError]]:
     """Options of which a walk follows some values alone: it moves all that trains."""
-    layers = values["layers"]
     meaningless = {
         "objective": values["objective"] == "stability",
         "parameters": values["parameters"] not in ("linears", "all"),
-        "layers": layers not in (DEFAULT_LAYERS, "all"),
+        "layers": not _all_or_default(values),
     }
     for name, here in meaningless.items():
         if here:

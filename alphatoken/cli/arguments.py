@@ -19,7 +19,9 @@ from trl.trainer.model_config import ModelConfig
 
 from alphatoken.cli.recipes import Recipe, close_to, packaged_file, recipes_of
 from alphatoken.cli.training_options import SOURCES, RaceArguments, RowArguments, RunArguments
+from alphatoken.config import RESEARCH
 from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.presets import PRESETS, written_options
 from alphatoken.train.options import RENAMED
 from alphatoken.train.policies import STANDS_FOR, unread_by_estimator, unread_options
 
@@ -125,7 +127,12 @@ def read_arguments(
     said += [_named(words), _named(over)]
     if named_policies - {options.policy} and "policy_options" in _earlier(said, {"policy"}):
         options.policy_options = None  # of another method
+    if race and options.arms is None:
+        options.arms = [f"{options.value or 'walk'}-80"]
+    _apply_value(options, said, race)
     unread = _give_way(options, training, said)
+    if options.value and options.estimator != PRESETS[options.value].options["estimator"]:
+        options.value = None  # an arm or a later recipe has another estimator
     options.datasets = _mixture(options)
     made = [_make(kind, options) for kind in parser.dataclass_types]
     run, data, config, model, *rest = made
@@ -140,6 +147,36 @@ def read_arguments(
 
 def _named(words: Sequence[str]) -> set[str]:
     return {w.split("=")[0].lstrip("-").replace("-", "_") for w in words if w[:2] == "--"}
+
+
+def _apply_value(options: argparse.Namespace, said: list[set[str]], race: bool) -> None:
+    """Set the options of the preset in force, unless they are named beside it or later.
+
+    Args:
+        options: all of them; changed in place. ``value`` becomes the preset in force, or None.
+        said: as of :func:`_give_way`; where the preset is named, its options are named too.
+        race: whether the run is one of ``alphatoken race``.
+
+    Raises:
+        ConfigError: an estimator beside a preset of another one.
+    """
+    place = max((i for i, names in enumerate(said) if "value" in names), default=None)
+    if place is None:
+        named = set().union(*said)
+        if named & {*RESEARCH} or "estimator" in STANDS_FOR.get(options.policy, ()):
+            return
+        # A walk has no stability side; of what trains without a race the default is the paper's.
+        options.value = "walk" if race and options.retention == "none" else "paper"
+        said.insert(0, set())
+        place = 0
+    if options.value is None:
+        return
+    later = set().union(*said[place + 1 :])
+    beside = {name: getattr(options, name) for name in said[place] & {"estimator"} - later}
+    preset = written_options(options.value, beside)
+    for name in preset.keys() - said[place] - later:
+        setattr(options, name, preset[name])
+    said[place] |= preset.keys()
 
 
 def _earlier(said: Sequence[set[str]], deciding: set[str]) -> set[str]:

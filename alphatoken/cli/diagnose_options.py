@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from alphatoken.cli.program import CommandParser, add_option, add_options, default_of, kinds_of
+from alphatoken.cli.value_options import parse_values
 from alphatoken.diagnose import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.score.options import ColumnOptions, CorpusOptions, LeftOutOptions
@@ -233,7 +234,8 @@ def read_request(name: str, *words: str) -> tuple[DiagnoseOptions, dict[str, Any
     """
     modules = {entry.name: entry.load() for entry in entries_of(name)}
     parser = build_parser(name, modules[name].Options if name in modules else None)
-    arguments = vars(parser.parse_args(words))
+    default = "paper" if name == ALL else find(name).value
+    arguments = parse_values(parser, words, lambda _: default)
     shared = DiagnoseOptions(**{one.name: arguments[one.name] for one in fields(DiagnoseOptions)})
     own = {
         key.removeprefix(_OWN): value for key, value in arguments.items() if key.startswith(_OWN)
@@ -244,6 +246,13 @@ def read_request(name: str, *words: str) -> tuple[DiagnoseOptions, dict[str, Any
     except AlphaTokenError as error:
         raise ConfigError(f"an option of {name} has no meaning: {error}") from None
     _ = shared.seconds  # its own error
+    if default == "walk" and shared.estimator != "walk":
+        raise ConfigError(
+            f"the diagnostic {name} compares walk values",
+            got=f"--value {shared.value}" if shared.value else f"--estimator {shared.estimator}",
+            why="other values are derivatives at one point, and say little about whole rows",
+            remedy="leave it out, or --value walk; options of walks (--walk_steps) are read",
+        )
     return shared, options
 
 

@@ -36,6 +36,7 @@ from alphatoken.errors import (
     ModelError,
     collected_warnings,
 )
+from alphatoken.presets import values_in_words
 from alphatoken.score.job import encode_some, examples_digest
 from alphatoken.score.page import render_page
 from alphatoken.select.masks import keep_count
@@ -96,6 +97,8 @@ def run(words: Sequence[str]) -> int:
         resume=options.resume,
         overwrite=options.overwrite_output,
     )
+    if not options.quiet:
+        print(f"note: values: {values_in_words(options)}", file=sys.stderr)
     try:
         subject, settings, notes = prepare(options)
         for note in () if options.quiet else notes:

@@ -371,9 +371,17 @@ def read_options(command: str, options: type[T], words: Sequence[str], **more: A
     Raises:
         ConfigError: words that cannot be read.
     """
+    parser = option_parser(command, options, words, **more)
+    return options(**vars(parser.parse_args(list(words))))
+
+
+def option_parser(
+    command: str, options: type, words: Sequence[str], **more: Any
+) -> argparse.ArgumentParser:
+    """The parser of a command, by which :func:`read_options` reads its words."""
     parser = CommandParser(command, **more)
     add_options(parser, options)
-    return options(**vars(parser.parse_args(list(words))))
+    return parser
 
 
 # --- spellings ------------------------------------------------------------------------------------

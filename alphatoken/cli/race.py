@@ -16,6 +16,7 @@ from typing import Any
 
 from alphatoken.cli import training
 from alphatoken.errors import ConfigError
+from alphatoken.presets import values_in_words
 from alphatoken.race.arms import ALL, Arm, read_arms
 from alphatoken.support.progress import is_first_process
 
@@ -47,8 +48,12 @@ def run(words: Sequence[str]) -> int:
     # Whatever one arm cannot have is said before any work, and so is what rows cannot give it.
     by_arm = {arm.name: read(*_words(arm.options)) for arm in arms}
     raise_first(refused_arms({name: own.training for name, own in by_arm.items()}))
+    _require_read_value(words, arguments.run.value, by_arm)
     for own in by_arm.values():
         check_rows(own)
+    for name, own in by_arm.items():
+        if own.training.needs_values:
+            _say(f"{name}: values: {values_in_words(own.training)}")
     training.check_output(arguments)
     training.check_launch(arguments)
     training.clear_output(arguments)
@@ -65,6 +70,23 @@ def _refused(arguments: Any) -> Iterator[ConfigError]:
         path = getattr(arguments.race, name)
         if path is not None and not Path(path).exists():
             yield ConfigError(f"{name} does not exist", got=path, remedy="check the path")
+
+
+def _require_read_value(words: Sequence[str], value: str | None, by_arm: Mapping[str, Any]) -> None:
+    """Check that an arm values tokens as ``--value`` says, where it is typed.
+
+    Raises:
+        ConfigError: none does.
+    """
+    valued = [own for own in by_arm.values() if own.training.needs_values]
+    typed = any(word.split("=")[0] == "--value" for word in words)
+    if typed and not any(own.run.value == value for own in valued):
+        raise ConfigError(
+            "no arm reads --value",
+            got=f"--value {value}, --arms {' '.join(name for name in by_arm if name != ALL)}",
+            why="an arm of its own estimator values tokens by that one",
+            remedy=f"--arms {value}-80, or leave one of the two out",
+        )
 
 
 def _clear_race(arguments: Any) -> None:

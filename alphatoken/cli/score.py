@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 
-from alphatoken.cli.program import read_options
-from alphatoken.score.options import ScoreOptions
+from alphatoken.cli.program import option_parser
+from alphatoken.cli.value_options import parse_values
+from alphatoken.score.options import ScoreOptions, rules_out_walk
 
 _ABOUT = """\
 Value every response token of a training file: how much training on it lowers the loss on the
@@ -32,8 +33,16 @@ output
 """
 
 
-read = partial(read_options, "score", ScoreOptions, description=_ABOUT, epilog=_MORE)
-"""The options that the arguments after ``alphatoken score`` stand for."""
+def read(words: Sequence[str]) -> ScoreOptions:
+    """The options that the arguments after ``alphatoken score`` stand for.
+
+    Raises:
+        ConfigError: words that cannot be read, or that contradict each other.
+    """
+    parser = option_parser("score", ScoreOptions, words, description=_ABOUT, epilog=_MORE)
+    return ScoreOptions(
+        **parse_values(parser, words, lambda said: "paper" if rules_out_walk(said) else "walk")
+    )
 
 
 def run(options: ScoreOptions) -> None:

@@ -18,6 +18,7 @@ from alphatoken.cli.program import CommandParser, add_option, kinds_of
 from alphatoken.cli.recipes import accelerate_config, packaged_recipes
 from alphatoken.cli.training_options import RaceArguments, RowArguments, RunArguments
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.presets import values_in_words
 from alphatoken.support.progress import is_first_process
 from alphatoken.train.fields import AlphaFields, PairFields
 
@@ -98,8 +99,23 @@ def _run(command: str, words: Sequence[str]) -> int:
     check_launch(arguments)
     # Nothing of an earlier run goes before all that can be refused has been.
     clear_output(arguments)
+    if arguments.training.needs_values and is_first_process():
+        print(f"note: {_about_values(arguments)}", file=sys.stderr, flush=True)
     train(arguments, *build_trainer(arguments, trainer))
     return 0
+
+
+def _about_values(arguments: Any) -> str:
+    """The values of a run, and of the paper's what was measured to help in their place."""
+    words = f"values: {values_in_words(arguments.training)}"
+    if arguments.run.value != "paper":
+        return words
+    if arguments.command == "dpo":
+        return f"{words}; as published: `alphatoken race --dpo` measures whether they help"
+    return (
+        f"{words}; as published: on rows with wrong words --value walk was measured to help, and "
+        "`alphatoken race` measures it on yours"
+    )
 
 
 run_sft, run_dpo = partial(_run, "sft"), partial(_run, "dpo")

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from alphatoken.race.options import RaceConfig
-from alphatoken.score.options import ColumnOptions, LeftOutOptions, ReadingOptions
+from alphatoken.score.options import (
+    ColumnOptions,
+    LeftOutOptions,
+    PresetOptions,
+    ReadingOptions,
+)
 from alphatoken.support.options import option, same_option
 
 SOURCES = ("train_file", "dataset_name", "datasets")
@@ -71,6 +76,7 @@ class RowArguments(ColumnOptions, LeftOutOptions):
 class RunArguments:
     """Options of the command beside training."""
 
+    value: str | None = same_option(PresetOptions, "value")
     resume: bool = option(
         False, "Continue after the last complete checkpoint in output_dir, if there is one."
     )

@@ -65,6 +65,7 @@ class Entry:
         needs_trusted: True if it cannot do without validation rows of their own file.
         rounds: whether it reads less where a budget stops before.
         lead: sentences at the top of a page that shows it alone; "" for those of all.
+        value: preset of the values by default; of another than "paper" no other is allowed.
         defaults: shared options -> its own defaults of them, by the names of their flags.
     """
 
@@ -75,6 +76,7 @@ class Entry:
     needs_trusted: bool = False
     rounds: bool = True
     lead: str = ""
+    value: str = "paper"
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> ModuleType:
@@ -90,7 +92,8 @@ DIAGNOSTICS = (
         needs_trusted=True,
         rounds=False,
         lead="Answered before any training. A number in brackets is a 95 % interval over rows.",
-        defaults={"estimator": "walk", "fisher_prompts": 0},  # it fits no Fisher
+        value="walk",
+        defaults={"fisher_prompts": 0},  # it fits no Fisher
     ),
     Entry(
         "estimators",

@@ -69,8 +69,7 @@ def require_first_order(config: ScorerConfig) -> None:
             got=f"estimator {WALK!r}",
             why="values along a walk are differences of losses, and have no layers, no optimizer's "
             "step and no retention side",
-            remedy="--estimator label --parameters all (in Python "
-            "ScorerConfig('label', parameters='all'))",
+            remedy="--value exact (in Python ScorerConfig.exact())",
         )
 
 

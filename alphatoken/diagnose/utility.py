@@ -36,6 +36,7 @@ from alphatoken.diagnose.statistics import (
 )
 from alphatoken.diagnose.stepping import OPTIMIZERS, Stepper, draw_short, token_gradients
 from alphatoken.diagnose.subject import Subject, conclude, require_first_order
+from alphatoken.diagnose.valuing import with_estimator
 from alphatoken.errors import ConfigError, CoverageError, UnsupportedError
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.scope import resolve_layers
@@ -158,8 +159,9 @@ def _wanted(bench: _Bench) -> dict[str, ScorerConfig]:
     kinds: tuple[Any, ...] = ("full", "frozen", None) if adaptive else (None,)
     adaptation = replace(bench.subject.config, objective="adaptation", precondition_after=1)
     own = adaptation if adaptive else replace(adaptation, preconditioner=None)
-    exact = replace(own, estimator="label", part="both", derivative="forward_mode")
-    whole = replace(exact, layers="all", parameters="all")
+    whole = replace(
+        with_estimator(own, "label"), derivative="forward_mode", layers="all", parameters="all"
+    )
     configs = [("exact, all parameters", replace(whole, preconditioner=p)) for p in kinds]
     further = "" if own.parameters == "linears" else f", {own.parameters}"
     layers = resolve_layers(bench.subject.adapter, own.layers)

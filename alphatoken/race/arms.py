@@ -9,22 +9,22 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from alphatoken.errors import ConfigError, InputError, refuse_unknown
+from alphatoken.presets import PRESETS, written_options
 from alphatoken.train.fields import AlphaFields
 
 ALL = "all"
 """The arm that all others are compared with: every response token with weight 1."""
 
+_TOP_80: Mapping[str, Any] = {"policy": "top", "keep_ratio": 0.8}
+_WITHOUT_RETENTION: Mapping[str, Any] = {"objective": "adaptation", "retention": "none"}
+
 PACKAGED: Mapping[str, Mapping[str, Any]] = {
     ALL: {"policy": "standard"},
-    "walk-80": {
-        "policy": "top",
-        "estimator": "walk",
-        "keep_ratio": 0.8,
-        "objective": "adaptation",
-        "retention": "none",
-    },
+    # The walk's steps and rate are the run's, which are the preset's where none are named.
+    "walk-80": {**_TOP_80, "estimator": PRESETS["walk"].options["estimator"], **_WITHOUT_RETENTION},
+    **{f"{name}-80": {**_TOP_80, **written_options(name, {})} for name in ("exact", "paper")},
 }
-"""Arms by name; ``all`` is in every race."""
+"""Arms by name: the 80 % of highest value by each preset; ``all`` is in every race."""
 
 SHARES = (25, 50, 100)
 EARLIEST = 20

@@ -22,10 +22,10 @@ class RaceConfig:
 
     arms: list[str] | dict[str, Any] | None = option(
         None,
-        "Arms beside 'all': 'walk-80' (the 80 % of highest walk value, the default), a policy by "
-        "its name, NAME:OPTION=VALUE,... with options of the run under a name of your own, or "
-        "without:COLUMN=VALUE, which leaves out the training rows that have this value. A recipe "
-        "may give a mapping of names to options.",
+        "Arms beside 'all': 'walk-80' (the 80 % of highest walk value, the default; likewise "
+        "'exact-80', 'paper-80'), a policy by its name, NAME:OPTION=VALUE,... with options of the "
+        "run under a name of your own, or without:COLUMN=VALUE, which leaves out the training rows "
+        "that have this value. A recipe may give a mapping of names to options.",
         within="see what it is",
     )
     looks: list[int] | None = option(

@@ -417,25 +417,25 @@ def _check_walk(options: ScoreOptions) -> None:
     if options.estimator != "walk":
         if options.reference is not None:
             raise ConfigError(
-                "--reference is read by --estimator walk alone",
+                "--reference is read by --value walk alone",
                 got=f"--estimator {options.estimator}",
                 why="the others are inner products with a direction of the model itself",
-                remedy="--estimator walk, or --validation_file in its place",
+                remedy="--value walk, or --validation_file in its place",
             )
         return
     if options.fisher_file is not None:
         raise ConfigError(
             "a walk has no stability side",
-            got=f"--fisher_file {options.fisher_file}, --estimator walk",
+            got=f"--fisher_file {options.fisher_file}, --value walk",
             why="it is steps on the validation rows, and the Fisher would take no part",
-            remedy="leave --fisher_file out, or --estimator label",
+            remedy="leave --fisher_file out, or --value paper",
         )
     if len(options.query) > 1:
         raise ConfigError(
             "a walk leads to one query",
-            got=f"{len(options.query)} of --query, --estimator walk",
+            got=f"{len(options.query)} of --query, --value walk",
             why="its steps are on all of them together, and its values have no part of each",
-            remedy="one --query, or --estimator label",
+            remedy="one --query, or --value paper",
         )
 
 

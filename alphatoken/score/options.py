@@ -7,11 +7,13 @@ asked for, so that ``--help`` is quick.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from alphatoken.config import ValueOptions
+from alphatoken.presets import PRESETS, values_in_words
 from alphatoken.support.options import option
 
 if TYPE_CHECKING:
@@ -169,7 +171,21 @@ class RunningOptions:
 
 
 @dataclass(kw_only=True)
-class CorpusOptions(ModelOptions, ValueOptions, ReadingOptions, LeftOutOptions, RunningOptions):
+class PresetOptions:
+    """How tokens are valued."""
+
+    value: str | None = option(
+        None,
+        "way to value: 'walk', 'exact' or 'paper'",
+        choices=tuple(PRESETS),
+        metavar="VALUE",
+    )
+
+
+@dataclass(kw_only=True)
+class CorpusOptions(
+    ModelOptions, PresetOptions, ValueOptions, ReadingOptions, LeftOutOptions, RunningOptions
+):
     """Options of the commands that value the rows of a file: ``score`` and ``diagnose``."""
 
     keep_ratio: float | None = option(
@@ -260,3 +276,23 @@ class ScoreOptions(CorpusOptions):
     def folder(self) -> Path:
         """Folder of the results."""
         return Path(self.output_dir)
+
+    def values_in_words(self) -> str:
+        """Unit and meaning of the values, and what rules out the default, where it does."""
+        words = values_in_words(self)
+        if self.reference is not None:
+            words = f"walk (the loss of a token less that under {self.reference}, in nats)"
+        elif self.query:
+            words = words.replace("validation rows", "query")
+        flag = rules_out_walk(vars(self))
+        return f"{words}; {flag} rules out the default, a walk" if flag else words
+
+
+def rules_out_walk(options: Mapping[str, Any]) -> str:
+    """The flag beside which no walk can be taken, or ""."""
+    flags = {
+        "--fisher_file": options["fisher_file"] is not None,
+        "--verify": options["verify"] is not None,
+        "more than one --query": len(options["query"]) > 1,
+    }
+    return next((flag for flag, named in flags.items() if named), "")

@@ -12,15 +12,17 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -30,9 +32,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from alphatoken import Scorer, TokenValues, select_top
+from alphatoken.config import ValueOptions
 from alphatoken.data import Example, collate
 from alphatoken.errors import ConfigError, ModelError, collected_warnings
 from alphatoken.model.batch import IGNORE, label_mask
+from alphatoken.presets import preset_of
 from alphatoken.score.job import Job, load_job, on_device, prepare_job, save_job
 from alphatoken.score.options import ScoreOptions
 from alphatoken.score.results import write_results
@@ -67,9 +71,9 @@ def score_corpus(options: ScoreOptions) -> None:
     if options.scorer_config().estimator == "walk" and options.verify is not None:
         raise ConfigError(
             "values along a walk have no certificate",
-            got=f"--verify {options.verify}, --estimator walk",
+            got=f"--verify {options.verify}, --value walk",
             why="each is one loss less another, and nothing in it is approximated",
-            remedy="leave --verify out",
+            remedy="leave --verify out, or --value exact",
         )
     if find_spec("pyarrow") is None:  # missed now, and not after the work
         raise ConfigError("value files need pyarrow", remedy="pip install 'alphatoken[data]'")
@@ -91,6 +95,8 @@ def _run_first(options: ScoreOptions, here: _LaunchedProcess) -> None:
             resume=options.resume,
             overwrite=options.overwrite_output,
         )
+        if not options.quiet:
+            print(f"note: values: {options.values_in_words()}", file=sys.stderr)
         job = prepare_job(options)
         _prepare_folder(job)
         scorer = job.scorer()
@@ -149,7 +155,8 @@ def _prepare_folder(job: Job) -> None:
         for name in ("summary.json", "report.html", "bad_rows.jsonl", "rows.jsonl"):
             (folder / name).unlink(missing_ok=True)
     if manifest.exists():
-        refuse_other_run(read_run(manifest)["settings"], job.settings)
+        earlier = read_run(manifest)["settings"]
+        refuse_other_run(earlier, job.settings, remedy=_remedy(earlier, job.settings))
     (folder / "values").mkdir(parents=True, exist_ok=True)
     for leftover in (folder / "values").glob(".part-*.tmp"):  # of a process that was killed
         leftover.unlink()
@@ -167,6 +174,14 @@ def _value_trusted(job: Job, scorer: Scorer) -> None:
     rows = job.validation[:_MARKED]
     size = options.per_device_train_batch_size
     write_values(path, score_rows(scorer, rows, size, ratio=options.ratio))
+
+
+def _remedy(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The preset of the earlier values, where they are others: the default was once the paper's."""
+    if earlier.get("estimator") == now["estimator"]:
+        return ""
+    name = preset_of(SimpleNamespace(**{**asdict(ValueOptions()), **earlier}))
+    return "" if name is None else f"--value {name} goes on with the earlier values; else "
 
 
 def value_block(
@@ -290,10 +305,12 @@ def _score_batch(scorer: Scorer, examples: Sequence[Example], queries: int) -> l
     try:
         values = scorer.score(on_device(collate(examples), scorer.arguments.model))
     except torch.OutOfMemoryError as error:
+        walks = scorer.config.estimator == "walk"
         raise ModelError(
             "out of memory",
             got=str(error)[:200],
-            remedy="a smaller --per_device_train_batch_size or --max_length",
+            remedy="a smaller --per_device_train_batch_size or --max_length"
+            + "; or --value paper, which moves no weight" * walks,
         ) from None
     columns = {key: getattr(values, key) for key in COMPONENTS}
     columns |= {LOSS: values.losses, **_values_by_query(values, queries)}

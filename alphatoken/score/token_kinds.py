@@ -6,8 +6,9 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from alphatoken.data.texts import BROKEN, marked_runs
+from alphatoken.data.texts import marked_runs
 from alphatoken.score.values import ScoredExample
+from alphatoken.support.token_texts import BROKEN
 
 KINDS = ("number", "start of a word", "inside a word", "punctuation or sign", "space", "other")
 """Kind of a token, as far as its text says."""

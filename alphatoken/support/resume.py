@@ -162,8 +162,15 @@ def refuse_changes(
         )
 
 
-def refuse_other_run(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def refuse_other_run(
+    earlier: Mapping[str, Any], now: Mapping[str, Any], *, remedy: str = ""
+) -> None:
     """Check that a command which resumes has the settings that it began with.
+
+    Args:
+        earlier: settings of the run that is to be resumed.
+        now: of the command.
+        remedy: what goes before the usual one.
 
     Raises:
         ConfigError: it has others; names each.
@@ -172,7 +179,8 @@ def refuse_other_run(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None
         changed_settings(earlier, now),
         what="this is not the run to resume",
         why="values of two different runs would be mixed in one folder",
-        remedy="repeat the earlier arguments, or --overwrite_output, or another --output_dir",
+        remedy=f"{remedy}repeat the earlier arguments, or --overwrite_output, or another "
+        "--output_dir",
     )
 
 

@@ -35,6 +35,7 @@ class World:
             "out": out,
             "batch_size": 4,
             "shard_size": 8,
+            "value": None if {"estimator", "--estimator"} & {*changed, *more} else "paper",
         } | changed
         return main(["score", *flags(options), "--quiet", *map(str, more)])
 

@@ -342,7 +342,7 @@ def test_encoder_decoders_are_refused_by_name() -> None:
 def test_the_default_number_of_layers_is_at_most_the_depth() -> None:
     model = model_of(1, num_hidden_layers=2)
     assert Scorer(model, VALIDATION).scope.layers == (0, 1)
-    for layers in (3, 7):  # where all parameters are meant no number of layers plays a part
+    for layers in (3, "all"):  # where all parameters are meant no number of layers plays a part
         options = ScorerConfig("label", layers=layers, parameters="all")
         assert Scorer(model, VALIDATION, config=options).scope.layers == (0, 1)
     with pytest.raises(ConfigError, match="within the model"):

@@ -149,7 +149,7 @@ def test_diagnostics_take_walk_values_beside_others() -> None:
 
 def test_settings_of_a_walk_and_of_others_do_not_mix() -> None:
     """From a walk to another estimator and back."""
-    own = ScorerConfig("label", layers=1, parameters="all", derivative="central")
+    own = ScorerConfig.exact(derivative="central")
     walk = with_estimator(own, "walk")
     assert walk == ScorerConfig("walk")
     longer = ScorerConfig("walk", walk_steps=3, walk_learning_rate=1e-3)

@@ -43,7 +43,8 @@ def scorer_for(model: nn.Module, estimator: str = "alphatoken", **options: Any) 
     named = ("retention", "optimizer", "sharding")
     arguments = {name: options.pop(name) for name in named if name in options}
     validation = options.pop("validation", VALIDATION)
-    config = ScorerConfig(**{"estimator": estimator, "layers": 2, **options})
+    layers = "all" if options.get("parameters") == "all" else 2
+    config = ScorerConfig(**{"estimator": estimator, "layers": layers, **options})
     return Scorer(model, validation, config=config, **arguments)
 
 

@@ -296,7 +296,8 @@ def make_scorer(
     if isinstance(retention, bool):
         retention = FisherDrift(*drift_of(setup, model)) if retention else None
     own = ScorerConfig.__dataclass_fields__.keys()
-    options = {"layers": setup.layers, "stability_weight": LAMBDA, "window": None, **more}
+    layers = "all" if more.get("parameters") == "all" else setup.layers
+    options = {"layers": layers, "stability_weight": LAMBDA, "window": None, **more}
     options = {"max_relative_drift": None, **options}
     config = ScorerConfig(estimator, **{n: x for n, x in options.items() if n in own})
     arguments = {n: x for n, x in more.items() if n not in own}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from alphatoken import FisherDrift, PreferenceBatch, Scorer, ScorerConfig
 from alphatoken.certificate.expected import TOLERANCES
+from alphatoken.config import READ_BY
 from alphatoken.errors import InputError, UnsupportedError
 from alphatoken.estimate.estimator import Recording
 from alphatoken.support.progress import Tracker
@@ -304,6 +305,8 @@ def test_right_code_agrees(
     """
     if estimator in ("label", "path") or (estimator == "direct" and part == "causal"):
         part = "both"
+    if estimator not in READ_BY["window"]:
+        window = None
     with quiet():
         scorer = make_scorer(setup, estimator, window=window, objective=objective, part=part)
         found = scorer.verify(setup.case.batch, tokens=2, progress=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alphatoken import AlphaTokenWarning, Scorer, ScorerConfig, UnsupportedError
-from alphatoken.config import ESTIMATORS
+from alphatoken.config import ESTIMATORS, READ_BY
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.decoder import explicit_attention
@@ -61,7 +61,8 @@ def values_of(
     rows = torch.arange(12).view(2, 6) % VOCABULARY
     validation = {"input_ids": rows, "labels": rows.clone()}
     validation["labels"][:, 0] = -100
-    config = ScorerConfig(estimator=estimator, layers=2, window=3, uncovered="skip")
+    window = 3 if estimator in READ_BY["window"] else None
+    config = ScorerConfig(estimator=estimator, layers=2, window=window, uncovered="skip")
     return Scorer(model, [validation], config=config).score({**batch, "labels": labels}).total
 
 

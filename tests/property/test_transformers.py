@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken.config import READ_BY
 from alphatoken.errors import CoverageError, ModelError
 from alphatoken.model.capture import record
 from alphatoken.model.protocol import find_adapter
@@ -356,7 +357,7 @@ def scorer_of(
         "estimator": estimator,
         "layers": setup.layers,
         "stability_weight": LAMBDA,
-        "window": setup.window,
+        "window": setup.window if estimator in READ_BY["window"] else None,
         "uncovered": "skip",
         "max_relative_drift": None,
         **config,
@@ -507,7 +508,7 @@ def test_label_values_over_all_parameters(name: str) -> None:
         scale[b, i] = sum(
             float((g.double() * direction[n]).abs().sum()) for n, g in gradient.items()
         )
-    config = ScorerConfig("label", parameters="all", layers=1, derivative="forward_mode")
+    config = ScorerConfig.exact(derivative="forward_mode")
     scorer = Scorer(model, setup.validations, config=config)
     values = scorer.score(batch)
     assert set(scorer.coverage.parameters) == set(parameters)

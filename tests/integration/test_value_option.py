@@ -1,0 +1,202 @@
+"""``--value``: what each command takes and says, and that values of two presets never mix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alphatoken.cli import main
+from alphatoken.cli.arguments import Arguments, read_arguments
+from alphatoken.errors import ConfigError
+from alphatoken.train.dpo import AlphaDPOConfig
+from alphatoken.train.sft import AlphaSFTConfig
+from tests.integration.small_world import World, flags
+from tests.integration.test_cli import load, same
+
+# PyTorch's own forward-mode rules are scripted when the first of them is used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+EXPLICIT = {
+    "walk": {"estimator": "walk", "walk_steps": 24, "walk_learning_rate": 5e-5},
+    "exact": {"estimator": "label", "parameters": "all"},
+    "paper": {"estimator": "alphatoken", "layers": 3, "window": 32, "stability_weight": 1.5},
+}
+
+
+# --- score ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, *EXPLICIT])
+def test_score_writes_the_values_of_the_research_options(
+    world: World, tmp_path: Path, value: str | None
+) -> None:
+    """To the bit; without a name those of the walk."""
+    named: dict[str, Any] = {"value": value, "limit": 6}
+    assert world.score(tmp_path / "named", "--no_report", **named) == 0
+    explicit = EXPLICIT[value or "walk"]
+    assert world.score(tmp_path / "explicit", "--no_report", **{"limit": 6, **explicit}) == 0
+    assert same(load(tmp_path / "named"), load(tmp_path / "explicit"))
+    assert any(np.any(one.values["total"]) for one in load(tmp_path / "named"))
+
+
+def test_what_is_valued_is_said_before_any_work(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"model": world / "moved", "train": world / "train.jsonl"}
+    words |= {"validation": world / "validation.jsonl", "out": tmp_path / "out", "limit": 4}
+    assert main(["score", *flags(words), "--no_report"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == (
+        "note: values: walk (by how many nats the loss of a token falls when the model takes 24 "
+        "AdamW steps on the validation rows)"
+    )
+    fisher = {"fisher_file": world / "fisher.safetensors", "out": tmp_path / "fisher"}
+    assert main(["score", *flags(words | fisher), "--no_report"]) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("note: values: paper (")
+    assert first.endswith("; --fisher_file rules out the default, a walk")
+
+
+def test_a_folder_of_the_former_default_is_not_gone_on_with(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its files are as they were; under its own name it goes on."""
+    assert world.score(tmp_path, "--no_report", value="paper") == 0
+    before = load(tmp_path)
+    files = sorted((tmp_path / "values").iterdir())
+    files[-1].unlink()
+    assert world.score(tmp_path, "--no_report", "--resume", value=None) == 2
+    said = capsys.readouterr().err
+    assert "this is not the run to resume" in said
+    assert "estimator: 'alphatoken' then, 'walk' now" in said
+    assert "--value paper" in said
+    assert sorted((tmp_path / "values").iterdir()) == files[:-1]
+    assert world.score(tmp_path, "--no_report", "--resume", value="paper") == 0
+    assert same(before, load(tmp_path))
+
+
+# --- what trains ----------------------------------------------------------------------------------
+
+
+def read(command: str, words: str, *over: str, race: bool = False) -> Arguments:
+    kind: Any = {"sft": AlphaSFTConfig, "dpo": AlphaDPOConfig}[command]
+    base = ["--model_name_or_path", "m", "--output_dir", "o", "--use_cpu", "--bf16", "false"]
+    return read_arguments(command, [*words.split(), *base], kind, race=race, over=over)
+
+
+def values_of(arguments: Arguments) -> tuple[Any, ...]:
+    args = arguments.training
+    return arguments.run.value, args.policy, args.estimator, args.parameters, args.layers
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "wanted"),
+    [
+        ("sft", "", ("paper", "top", "alphatoken", "linears", "3")),
+        ("dpo", "", ("paper", "top", "alphatoken", "linears", "3")),
+        ("sft", "--value walk", ("walk", "top", "walk", "linears", "3")),
+        ("sft", "--value exact", ("exact", "top", "label", "all", "all")),
+        ("sft", "--estimator path", (None, "top", "path", "linears", "3")),
+        ("sft", "--policy label", (None, "top", "label", "linears", "3")),
+        # A preset that is typed goes before what a recipe says of values.
+        ("sft", "--config laptop-sft", (None, "all", "label", "all", "3")),
+        (
+            "sft",
+            "--config laptop-sft --value paper",
+            ("paper", "all", "alphatoken", "linears", "3"),
+        ),
+        ("sft", "--config magicoder-qwen --value walk", ("walk", "top", "walk", "linears", "3")),
+        ("dpo", "--config laptop-dpo --value walk", ("walk", "top", "walk", "linears", "3")),
+    ],
+)
+def test_values_of_a_run(command: str, words: str, wanted: tuple[Any, ...]) -> None:
+    assert values_of(read(command, words)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted", "arms"),
+    [
+        ("", ("walk", "walk"), ["walk-80"]),
+        ("--arms top", ("walk", "walk"), ["top"]),
+        ("--walk_steps 48", ("walk", "walk"), ["walk-80"]),
+        ("--value paper", ("paper", "alphatoken"), ["paper-80"]),
+        ("--estimator path", (None, "path"), ["walk-80"]),
+        # A walk has no stability side.
+        ("--retention diagonal --arms top", ("paper", "alphatoken"), ["top"]),
+        ("--config laptop-sft", (None, "label"), ["walk-80"]),
+    ],
+)
+def test_values_of_a_race(words: str, wanted: tuple[Any, ...], arms: list[str]) -> None:
+    found = read("sft", words, race=True)
+    assert (found.run.value, found.training.estimator) == wanted
+    assert found.race is not None
+    assert found.race.arms == arms
+
+
+def test_an_arm_keeps_the_steps_of_the_run_and_its_own_estimator() -> None:
+    arm = ("--policy", "top", "--estimator", "walk")
+    found = read("sft", "--walk_steps 48", *arm, race=True)
+    assert values_of(found) == (None, "top", "walk", "linears", "3")
+    assert found.training.walk_steps == 48
+    other = read("sft", "--value paper", *arm, race=True)
+    assert (other.run.value, other.training.estimator) == (None, "walk")
+
+
+@pytest.mark.parametrize(
+    "words", ["--value walk --estimator path", "--value exact --estimator walk"]
+)
+def test_a_preset_beside_another_estimator_is_one_error(words: str) -> None:
+    with pytest.raises(ConfigError, match="is the estimator"):
+        read("sft", words)
+
+
+def test_a_recipe_may_name_a_preset(tmp_path: Path) -> None:
+    """And what is typed goes before it."""
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("value: walk\nwalk_steps: 12\n")
+    found = read("sft", f"--config {recipe}")
+    assert values_of(found)[:3] == ("walk", "top", "walk")
+    assert found.training.walk_steps == 12
+    assert values_of(read("sft", f"--config {recipe} --estimator path"))[:3] == (
+        None,
+        "top",
+        "path",
+    )
+    assert read("sft", f"--config {recipe} --value walk").training.walk_steps == 24
+    recipe.write_text("value: best\n")
+    with pytest.raises(ConfigError):
+        read("sft", f"--config {recipe}")
+
+
+def test_a_race_refuses_a_value_that_no_arm_reads(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["race", "--model_name_or_path", str(world / "reference"), "--train_file",
+             str(world / "train.jsonl"), "--validation_file", str(world / "validation.jsonl"),
+             "--use_cpu", "--bf16", "false", "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    assert main([*words, "--value", "exact", "--arms", "walk-80"]) == 2
+    said = capsys.readouterr().err
+    assert "no arm reads --value" in said
+    assert "--arms exact-80" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("command", "helps"), [("sft", "--value walk"), ("dpo", "race --dpo")])
+def test_a_run_of_the_papers_values_says_what_was_measured(command: str, helps: str) -> None:
+    from alphatoken.cli.training import _about_values
+
+    said = _about_values(read(command, ""))
+    assert said.startswith("values: paper (")
+    assert helps in said
+    assert "as published" not in _about_values(read(command, "--value walk"))
+
+
+def test_settings_of_a_job_name_the_estimator(world: World, tmp_path: Path) -> None:
+    """Which is what keeps values of two presets apart."""
+    assert world.score(tmp_path, "--no_report", limit=2, value=None) == 0
+    settings = json.loads((tmp_path / "run.json").read_text())["settings"]
+    assert (settings["estimator"], settings["walk_steps"]) == ("walk", 24)
