@@ -26,7 +26,7 @@ from alphatoken.data.encode import about_encoding
 from alphatoken.data.split import about_pools
 from alphatoken.diagnose import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.diagnose.clouds import require_sklearn
-from alphatoken.diagnose.diagnosis import LEAD, Diagnosis, section_of
+from alphatoken.diagnose.diagnosis import LEAD, Diagnosis, overall, section_of
 from alphatoken.diagnose.statistics import FEWEST
 from alphatoken.diagnose.subject import Subject, diagnosed_before, require_retention
 from alphatoken.errors import (
@@ -293,26 +293,30 @@ class _Folder:
         shown = [entry for entry in DIAGNOSTICS if entry.name in self.diagnostics]
         finished = [one.name for one in shown if Diagnosis.finished(self.path / one.name)]
         done = {name: Diagnosis.load(self.path / name) for name in finished}
-        title, lead = (
-            "How far to trust the values:",
-            f"{len(done)} of {len(shown)} diagnoses. {LEAD}",
-        )
-        if len(shown) == 1:
-            title, lead = shown[0].question, shown[0].lead or lead
+        of, alone = "/".join(model.parts[-2:]), len(shown) == 1
+        title = shown[0].question if alone else f"How far to trust the values: {of}"
+        lead = f"{overall(list(done.values()))} {LEAD}".strip()
+        if len(done) < len(shown):
+            lead = f"{len(done)} of {len(shown)} diagnoses so far. {lead}"
+        if alone:
+            lead = f"Asked of {of}. {shown[0].lead or LEAD}"
+        sections = [
+            section_of(
+                entry.name,
+                entry.question,
+                done.get(entry.name),
+                failure=self.failures.get(entry.name, ""),
+                shared=settings,
+            )
+            for entry in shown
+        ]
+        if alone:  # the question is the title of the page
+            sections = [replace(sections[0], title="Answer", name="")]
         page = render_page(
-            f"{title} {'/'.join(model.parts[-2:])}",
+            title,
             lead,
-            [
-                section_of(
-                    entry.name,
-                    entry.question,
-                    done.get(entry.name),
-                    failure=self.failures.get(entry.name, ""),
-                    shared=settings,
-                )
-                for entry in shown
-            ],
-            contents=True,
+            sections,
+            contents=not alone,
             rows=self.notes,
             settings=settings,
             command=self.command,
@@ -383,7 +387,7 @@ def check_files(options: DiagnoseOptions) -> None:
             remedy="--validation_file FILE, or --validation_rows N to draw them from the training "
             "rows",
         )
-    keep_count(options.keep_ratio, 1, name="--keep_ratio")  # its own error
+    keep_count(options.ratio, 1, name="--keep_ratio")  # its own error
     _ = options.scorer_config()  # its own error
     beside_models(options.beside)
     named = [("training", options.train_file), ("validation", options.validation_file)]
@@ -446,7 +450,7 @@ def prepare(options: DiagnoseOptions) -> tuple[Subject, dict[str, Any], list[str
         beside={name: options.other(path).model for name, path in beside.items()},
         fisher=fisher,
         config=config,
-        ratio=options.keep_ratio,
+        ratio=options.ratio,
         batch_size=options.per_device_train_batch_size,
         **{name: value for name in _SAME if (value := getattr(options, name)) is not None},
         progress=not options.quiet,

@@ -182,15 +182,17 @@ class _Command:
         arguments, args = self._by_arm[arm.name], self._arguments.training
         if own := options_in(folder, args):
             arguments = self._read(*_words({**arm.options, **own}))
-        datasets = {**self._datasets, "train_dataset": self._train_rows(arm)}
+        train, places = self._train_rows(arm)
+        datasets = {**self._datasets, "train_dataset": train, "train_places": places}
         return training.make_trainer(arguments, self._kind, self._tokenizer, datasets)
 
-    def _train_rows(self, arm: Arm) -> Any:
-        """The training rows of an arm."""
+    def _train_rows(self, arm: Arm) -> tuple[Any, list[str]]:
+        """The training rows of an arm, and where a person finds each."""
         from alphatoken.race.rows import rows_without, take
 
-        rows = self._datasets["train_dataset"]
+        rows, places = self._datasets["train_dataset"], self._datasets["train_places"]
         if arm.without is None:
-            return rows
+            return rows, places
         entries = [one[arm.without[0]] for one in self._entries]
-        return take(rows, rows_without(entries, arm.without, arm.name))
+        kept = rows_without(entries, arm.without, arm.name)
+        return take(rows, kept), [places[number] for number in kept]

@@ -366,6 +366,8 @@ def make_trainer(arguments: Any, kind: type[Any], tokenizer: Any, datasets: dict
     from alphatoken.model.loading import freeze_unreached
 
     args, model = arguments.training, arguments.model
+    datasets = dict(datasets)
+    places = datasets.pop("train_places")
     if arguments.command == "sft":
         args.assistant_only_loss = False  # the labels of the rows are those of it already
     args.model_init_kwargs = model_options(arguments)
@@ -381,6 +383,7 @@ def make_trainer(arguments: Any, kind: type[Any], tokenizer: Any, datasets: dict
             **datasets,
         )
     freeze_unreached(trainer.model)
+    trainer.records.name_rows(places, datasets["train_dataset"])
     return trainer
 
 

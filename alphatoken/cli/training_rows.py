@@ -413,7 +413,8 @@ def load_run_data(
 
     Returns:
         Data sets in TRL's forms, and a Fisher of earlier, by the trainer's arguments; None where
-        the run has none. And what was held out and removed, in sentences.
+        the run has none; in "train_places" where a person finds each training row. And what was
+        held out and removed, in sentences.
 
     Raises:
         ConfigError: no training rows named, or two sources of them.
@@ -448,6 +449,7 @@ def load_run_data(
     }
     rows |= {name: reader.dataset(items) for name, items in race.items()}
     datasets = {**{f"{name}_dataset": own for name, own in rows.items()}, "fisher": fitted}
+    datasets["train_places"] = [item.row.place for item in pools["train"]]
     if reader.columns:
         datasets["train_entries"] = [reader.entries[id(item)] for item in pools["train"]]
     return datasets, notes

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from alphatoken.diagnose.diagnosis import Diagnosis, Table
+from alphatoken.diagnose.diagnosis import BAD, DOUBTFUL, GOOD, Diagnosis, Table
 from alphatoken.diagnose.figures import Figure, Guide
 from alphatoken.diagnose.stability import Options
 from alphatoken.diagnose.statistics import (
@@ -107,6 +107,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         valued=base.rows,
         notes=[*base.notes, *_notes(device, loaded), *refused],
         settings=asdict(options),
+        mark=_mark(records[1:]),
     )
 
 
@@ -248,6 +249,13 @@ def _figure(tokens: Table, count: int) -> Figure:
         guides=(Guide(count + 0.5, "x"), Guide(count + 0.5, "y")),
         ylabel="rank in this arithmetic",
     )
+
+
+def _mark(records: Sequence[Mapping[str, Any]]) -> str:
+    enough = [bool(record["good_enough"]) for record in records]
+    if not enough:
+        return ""
+    return GOOD if all(enough) else DOUBTFUL if any(enough) else BAD
 
 
 def _conclusion(records: Sequence[Mapping[str, Any]], redrawn: Estimate, rows: int) -> str:

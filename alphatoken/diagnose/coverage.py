@@ -18,7 +18,7 @@ from alphatoken.config import ESTIMATORS, WALK
 from alphatoken.data import Example
 from alphatoken.diagnose import CheckedOptions, statistics
 from alphatoken.diagnose.clouds import clusters_of, entropy, head_states, picture_of
-from alphatoken.diagnose.diagnosis import Diagnosis, Table
+from alphatoken.diagnose.diagnosis import DOUBTFUL, GOOD, Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
 from alphatoken.diagnose.statistics import FEWEST, Numbers
 from alphatoken.diagnose.stepping import draw
@@ -101,6 +101,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "clusters": count,
             "random selections": options.draws,
         },
+        mark=DOUBTFUL if _evenness(even)[1] < band[0] else GOOD,
     )
 
 
@@ -167,9 +168,14 @@ def _map(
     )
 
 
-def _conclusion(even: Mapping[str, float], band: tuple[float, float]) -> str:
+def _evenness(even: Mapping[str, float]) -> tuple[str, float]:
+    """The first policy that is no random choice, and how even it is."""
     name = next((name for name in even if name != "random"), "random")
-    evenness, (low, high) = even[name], band
+    return name, even[name]
+
+
+def _conclusion(even: Mapping[str, float], band: tuple[float, float]) -> str:
+    (name, evenness), (low, high) = _evenness(even), band
     how = "as even as"
     how = "less even than" if evenness < low else how
     how = "more even than" if evenness > high else how

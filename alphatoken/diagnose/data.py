@@ -25,7 +25,7 @@ import numpy as np
 from alphatoken.config import WALK
 from alphatoken.data import Example
 from alphatoken.diagnose import CheckedOptions
-from alphatoken.diagnose.diagnosis import Diagnosis, Drawing, Table
+from alphatoken.diagnose.diagnosis import MARKS, Diagnosis, Drawing, Table
 from alphatoken.diagnose.figures import Figure
 from alphatoken.diagnose.heatmap import heatmap_figure
 from alphatoken.diagnose.statistics import (
@@ -113,6 +113,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "level": LEVEL,
         },
         next_command=race if verdict(tests) != ALIKE else "",
+        mark=dict(zip((ALIKE, UNCLEAR, DIFFERENT), MARKS, strict=True))[verdict(tests)],
     )
 
 

@@ -22,8 +22,32 @@ _FILE = "diagnosis.json"
 _ENDS = ("low", "high", "n")
 """After the name of an estimate: the columns of its interval and its count."""
 
+GOOD, DOUBTFUL, BAD = MARKS = ("good", "doubtful", "bad")
+"""How a diagnosis came out; "" of one that only describes."""
+
+_CLEAR, _POOR = 0.8, 0.5
+
 MOST_ROWS = 200
 """Rows of a table that the page shows; its file has all of them."""
+
+
+def graded(estimate: Estimate) -> str:
+    """The mark of a share or a rank correlation that is 1 at best.
+
+    Good where its whole interval lies at 0.8 or above, bad where all of it lies below 0.5, and
+    doubtful otherwise; no mark where it is not defined.
+
+    >>> [graded(Estimate(x, x - 0.1, x + 0.1, 48)) for x in (0.95, 0.85, 0.45, 0.2)]
+    ['good', 'doubtful', 'doubtful', 'bad']
+    >>> graded(Estimate.undefined(3, "3 tokens, 8 needed"))
+    ''
+    """
+    if not estimate.defined:
+        return ""
+    if estimate.low >= _CLEAR:
+        return GOOD
+    return BAD if estimate.high < _POOR else DOUBTFUL
+
 
 LEAD = (
     "Each answers one question about the values on this model and these rows. A number in brackets "
@@ -139,6 +163,7 @@ class Diagnosis:
         notes: what was sampled or left out, and warnings.
         settings: what the numbers depend on.
         next_command: what to run next, or "".
+        mark: one of ``MARKS``, or "".
     """
 
     name: str
@@ -149,6 +174,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     next_command: str = ""
+    mark: str = ""
 
     def table(self, key: str) -> Table:
         """The table named ``key``; KeyError if there is none."""
@@ -222,6 +248,25 @@ def _read_table(record: Mapping[str, Any]) -> Table:
     return Table(**{**record, "columns": tuple(record["columns"]), "rows": rows})
 
 
+def overall(diagnoses: Sequence[Diagnosis]) -> str:
+    """One sentence on the marks of all; "" where there is none.
+
+    >>> marks = {"data": "good", "utility": "bad", "drift": ""}
+    >>> overall([Diagnosis(name, "?", "!", mark=mark) for name, mark in marks.items()])
+    'Bad: utility. Good: data.'
+    """
+    by_mark = {
+        mark: [_spoken(one.name) for one in diagnoses if one.mark == mark] for mark in MARKS[::-1]
+    }
+    return " ".join(
+        f"{mark.capitalize()}: {', '.join(names)}." for mark, names in by_mark.items() if names
+    )
+
+
+def _spoken(name: str) -> str:
+    return name.replace("-", " ")
+
+
 # --- on a page -----------------------------------------------------------------------------------
 
 
@@ -242,7 +287,7 @@ def section_of(
         failure: why it could not run, or "".
         shared: settings that stand at the end of the page, and are left out here.
     """
-    anchor, spoken = page.anchor_of(name), name.replace("-", " ").capitalize()
+    anchor, spoken = page.anchor_of(name), _spoken(name).capitalize()
     if diagnosis is None:
         state = f"Could not run: {failure}" if failure else "Not run yet."
         return page.Section(anchor, question, spoken, state)
@@ -259,6 +304,7 @@ def section_of(
         html="".join([_next_html(diagnosis), page.pictures_html(pictures), *tables]),
         notes=diagnosis.notes,
         settings={k: v for k, v in diagnosis.settings.items() if (shared or {}).get(k) != v},
+        mark=diagnosis.mark,
     )
 
 

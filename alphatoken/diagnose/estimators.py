@@ -24,7 +24,7 @@ from torch.utils.flop_counter import (
 from alphatoken.config import WALK
 from alphatoken.data import Example
 from alphatoken.diagnose import CheckedOptions
-from alphatoken.diagnose.diagnosis import Diagnosis, Table
+from alphatoken.diagnose.diagnosis import GOOD, Diagnosis, Table, graded
 from alphatoken.diagnose.figures import Figure, Guide
 from alphatoken.diagnose.statistics import Numbers, agreement
 from alphatoken.diagnose.stepping import draw_short, token_gradients
@@ -252,6 +252,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         _figures(table("pareto", "Cost against fidelity", list(agreements)), layers),
         valued=rows,
         notes=[checked, *_notes(subject, refused, own in settings)],
+        mark=_mark(own, exact, agreements),
     )
 
 
@@ -271,6 +272,12 @@ def _conclusion(
         f"first-order values, and costs {costs[own]['cost_in_training_steps']:.1f} training steps; "
         f"the exact value costs {costs[exact]['cost_in_training_steps']:.1f}."
     )
+
+
+def _mark(own: Setting, exact: Setting, agreements: Mapping[Setting, Mapping[str, Any]]) -> str:
+    if own == exact:
+        return GOOD
+    return graded(agreements[own]["spearman"]) if own in agreements else ""
 
 
 _COSTS = (

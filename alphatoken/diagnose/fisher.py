@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from alphatoken.data import Example
 from alphatoken.diagnose import CheckedOptions
-from alphatoken.diagnose.diagnosis import Diagnosis, Table
+from alphatoken.diagnose.diagnosis import Diagnosis, Table, graded
 from alphatoken.diagnose.figures import Figure
 from alphatoken.diagnose.statistics import FEWEST, Estimate, agreement, bootstrap, top_overlap
 from alphatoken.diagnose.subject import Subject, conclude, places_of, require_first_order
@@ -95,9 +95,14 @@ def _along(scorer: Scorer, retention: Any) -> dict[str, Tensor]:
     return {name: part.detach().clone() for name, part in stability.items()}
 
 
-def _conclusion(scores: Table) -> str:
+def _score(scores: Table) -> Estimate:
+    """Of the diagonal proxy, with all retention rows together."""
     pairs = [(record["retention"], record["proxy"]) for record in scores.records()]
-    score = scores.estimate(pairs.index((POOLED, "diagonal")), "spearman")
+    return scores.estimate(pairs.index((POOLED, "diagonal")), "spearman")
+
+
+def _conclusion(scores: Table) -> str:
+    score = _score(scores)
     how = "not clearly as real retention rows do"
     how = "as real retention rows do" if score.low > 0 else how
     how = "the wrong way round" if score.high < 0 else how
@@ -155,6 +160,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         valued=rows,
         notes=[origin, *notes, *_notes(subject, retention)],
         settings={"fisher_samples": subject.fisher_samples, "retention_rows_each": options.rows},
+        mark=graded(_score(agreed)),
     )
 
 

@@ -7,7 +7,6 @@ component decides.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from alphatoken.diagnose.valuing import retention_term, scorer_for
 from alphatoken.errors import ConfigError
 from alphatoken.score.page import colour_of
 from alphatoken.score.page import number as written
+from alphatoken.score.token_kinds import KINDS, kind_of
 from alphatoken.score.values import COMPONENTS, visible
 from alphatoken.support.options import option
 
@@ -186,29 +186,6 @@ def ranged(values: Numbers) -> Numbers:
 
 def _ends(values: Numbers) -> tuple[float, float]:
     return (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
-
-
-KINDS = ("number", "start of a word", "inside a word", "punctuation or sign", "space", "other")
-"""Kind of a token, as far as its text says."""
-
-
-def kind_of(text: str) -> str:
-    r"""One of ``KINDS``: by the token's characters that are no space.
-
-    >>> [kind_of(text) for text in (" cat", "ing", "42", ".", "\n")]
-    ['start of a word', 'inside a word', 'number', 'punctuation or sign', 'space']
-    """
-    if text.startswith("<") and text.endswith(">") and len(text) > 2:
-        return "other"  # special tokens, and bytes of a character
-    core = text.strip()
-    if not core:
-        return "space" if text else "other"
-    if any(character.isdigit() for character in core):
-        return "number"
-    if any(character.isalpha() for character in core):
-        return "start of a word" if text[0].isspace() else "inside a word"
-    marks = all(unicodedata.category(character)[0] in "PS" for character in core)
-    return "punctuation or sign" if marks else "other"
 
 
 Piece = tuple[int, int, int, str]

@@ -16,9 +16,9 @@ import numpy as np
 
 from alphatoken.config import ESTIMATORS, WALK, ScorerConfig
 from alphatoken.diagnose import CheckedOptions
-from alphatoken.diagnose.diagnosis import Diagnosis, Table
+from alphatoken.diagnose.diagnosis import GOOD, Diagnosis, Table, graded
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.statistics import Numbers, agreement, percent
+from alphatoken.diagnose.statistics import Estimate, Numbers, agreement, percent
 from alphatoken.diagnose.subject import Subject, conclude, require_first_order
 from alphatoken.diagnose.valuing import (
     WINDOWED,
@@ -101,6 +101,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         valued=own.rows,
         notes=own.notes,
         settings=asdict(options),
+        mark=_mark(settings),
     )
 
 
@@ -182,15 +183,26 @@ def _figure(settings: Table, ratio: float) -> Figure:
     )
 
 
-def _conclusion(settings: Table) -> str:
+def _least(settings: Table) -> tuple[Estimate, str, dict[str, Any]] | None:
+    """The smallest overlap of another setting's kept tokens, that setting, and its record."""
     others = [
         (settings.estimate(place, "overlap"), f"{record['setting']} {record['value']}", record)
         for place, record in enumerate(settings.records())
         if not record["default"] and settings.estimate(place, "overlap").defined
     ]
-    if not others:
+    return min(others, key=lambda other: other[0].value, default=None)
+
+
+def _mark(settings: Table) -> str:
+    least = _least(settings)
+    return GOOD if least is None else graded(least[0])
+
+
+def _conclusion(settings: Table) -> str:
+    smallest = _least(settings)
+    if smallest is None:
         return "No setting changes anything that was kept."
-    least, value, record = min(others, key=lambda other: other[0].value)
+    least, value, record = smallest
     return (
         f"The kept tokens depend most on {record['setting']}: {percent(least)} of those that your "
         f"run keeps are kept with {value}."

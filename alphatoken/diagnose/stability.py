@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from alphatoken.diagnose import CheckedOptions
-from alphatoken.diagnose.diagnosis import Diagnosis, Table
+from alphatoken.diagnose.diagnosis import Diagnosis, Table, graded
 from alphatoken.diagnose.figures import Figure, Guide
-from alphatoken.diagnose.statistics import Numbers, bootstrap, percent
+from alphatoken.diagnose.statistics import Estimate, Numbers, bootstrap, percent
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import OwnValues, keep_shares, row_columns
 from alphatoken.support.options import option
@@ -63,7 +63,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         for number, name in enumerate(DECISIONS)
     ]
     decisions = Table.of("decisions", "Which decisions hold under other validation rows", records)
-    noise = percent(decisions.estimate(NOISE, "share"))
+    share = decisions.estimate(NOISE, "share")
+    noise = percent(share)
     return conclude(
         "stability",
         subject,
@@ -74,6 +75,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         valued=base.rows,
         notes=[*base.notes, *_dependence(base)],
         settings=asdict(options),
+        mark=graded(Estimate(1 - share.value, 1 - share.high, 1 - share.low, share.count)),
     )
 
 

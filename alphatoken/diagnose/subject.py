@@ -381,6 +381,7 @@ def conclude(
     notes: Iterable[str] = (),
     settings: Mapping[str, Any] | None = None,
     next_command: str = "",
+    mark: str = "",
 ) -> Diagnosis:
     """The diagnosis ``name`` of ``subject``; tables without rows and their figures are left out.
 
@@ -394,6 +395,7 @@ def conclude(
         notes: what else was sampled or left out, and warnings.
         settings: of the diagnostic, beside those of the subject.
         next_command: what to run next, or "".
+        mark: "good", "doubtful" or "bad", where the answer is one of these.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -408,6 +410,7 @@ def conclude(
         (*_about(subject, valued), *notes),
         {**subject.settings(), **(settings or {})},
         next_command,
+        mark,
     )
 
 

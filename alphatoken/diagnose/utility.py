@@ -24,7 +24,7 @@ from torch import Tensor
 from alphatoken.config import ScorerConfig
 from alphatoken.data import Example
 from alphatoken.diagnose import CheckedOptions
-from alphatoken.diagnose.diagnosis import Diagnosis, Table
+from alphatoken.diagnose.diagnosis import Diagnosis, Table, graded
 from alphatoken.diagnose.figures import Figure, Guide
 from alphatoken.diagnose.statistics import (
     FEWEST,
@@ -299,6 +299,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         valued=bench.rows,
         notes=[*_notes(bench), *left_out],
         settings=asdict(options),
+        mark=graded(score),
     )
 
 

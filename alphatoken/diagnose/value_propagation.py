@@ -22,7 +22,7 @@ from torch import Tensor
 
 from alphatoken.data import Example
 from alphatoken.diagnose import CheckedOptions
-from alphatoken.diagnose.diagnosis import Diagnosis, Table
+from alphatoken.diagnose.diagnosis import DOUBTFUL, Diagnosis, Table, graded
 from alphatoken.diagnose.figures import Figure, Guide
 from alphatoken.diagnose.pairs import (
     ALPHA,
@@ -296,6 +296,18 @@ def _conclusion(shares: Table) -> str:
     return f"Value-Propagation sees {share} of the exact causal value."
 
 
+_TOO_MUCH = 1.2
+
+
+def _mark(shares: Table) -> str:
+    whole = [i for i, record in enumerate(shares.records()) if record["layer"] == "all"]
+    if not whole:
+        return ""
+    share = shares.estimate(whole[0], "signed")
+    # More than all of it is as far off as less.
+    return DOUBTFUL if share.high > _TOO_MUCH else graded(share)
+
+
 def density_figure(key: str, pairs: PairCounts, which: str) -> Figure:
     """Joint density of weight and deviation of the pairs that ``which`` names."""
     alpha, deviation = 10.0**ALPHA, 10.0**DEVIATION
@@ -395,6 +407,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         valued=rows,
         notes=notes,
         settings={"pairs": options.pairs},
+        mark=_mark(shares),
     )
 
 

@@ -11,8 +11,8 @@ Trainers and diagnoses write the same files and pages:
 
 * ``values``: :func:`write_values` and :func:`read_values` keep one record an example, as Parquet,
   written whole or not at all;
-* ``value_page``: :func:`summarise` goes through all of them once, :func:`write_report` makes their
-  page;
+* ``summary``: :func:`summarise` goes through all of them once; ``value_page``:
+  :func:`write_report` makes their page, and ``meaning`` says what the values on it mean;
 * ``page``: one template and one style for every page and figure of the library; nothing from
   outside is loaded, and only our own script may run.
 
@@ -27,7 +27,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from alphatoken.score.value_page import ValueSummary, summarise, write_report
+    from alphatoken.score.summary import ValueSummary, summarise
+    from alphatoken.score.value_page import write_report
     from alphatoken.score.values import (
         COMPONENTS,
         ScoredExample,
@@ -49,12 +50,11 @@ __all__ = [
     "write_values",
 ]
 
-_ON_PAGE = ("ValueSummary", "summarise", "write_report")
+_MODULES = {"ValueSummary": "summary", "summarise": "summary", "write_report": "value_page"}
 
 
 def __getattr__(name: str) -> Any:
     # On first use: options are read for ``--help`` without torch, which value files need.
     if name not in __all__:
         raise AttributeError(f"module 'alphatoken.score' has no attribute '{name}'")
-    module = "value_page" if name in _ON_PAGE else "values"
-    return getattr(import_module(f"alphatoken.score.{module}"), name)
+    return getattr(import_module(f"alphatoken.score.{_MODULES.get(name, 'values')}"), name)

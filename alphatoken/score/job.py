@@ -311,6 +311,11 @@ class Job:
         """The value file of a block."""
         return self.options.folder / "values" / f"part-{number:05d}.parquet"
 
+    @property
+    def trusted_file(self) -> Path:
+        """The value file of the rows that a walk was taken on."""
+        return self.options.folder / "trusted" / "part-00000.parquet"
+
     def missing(self) -> list[int]:
         """Blocks that are not finished."""
         return [number for number in self.blocks if not self.value_file(number).exists()]
@@ -372,7 +377,7 @@ class Job:
             "layers": layers if isinstance(layers, (int, str)) else list(layers),
             "parameters": valued.pop("parameters"),
             **valued,
-            "keep_ratio": options.keep_ratio,
+            "keep_ratio": options.ratio,
             "keep_scope": options.keep_scope,
             "per_device_train_batch_size": options.per_device_train_batch_size,
             "shard_size": self.block_size,

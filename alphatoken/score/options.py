@@ -194,8 +194,11 @@ class CorpusOptions(
 ):
     """Options of the commands that value the rows of a file: ``score`` and ``diagnose``."""
 
-    keep_ratio: float = option(
-        0.5, "share of the response tokens to keep", group="options for keeping tokens"
+    keep_ratio: float | None = option(
+        None,
+        "share of the response tokens to keep (default 0.5); the page of `score` shows which ones "
+        "where it is given",
+        group="options for keeping tokens",
     )
     resume: bool = option(
         False,
@@ -228,6 +231,11 @@ class CorpusOptions(
             else:
                 words += [f"--{one.name}", str(value)]
         return shlex.join(words)
+
+    @property
+    def ratio(self) -> float:
+        """The share of the response tokens to keep."""
+        return 0.5 if self.keep_ratio is None else self.keep_ratio
 
 
 @dataclass(kw_only=True)

@@ -35,136 +35,213 @@
 
   // --- values over the text ------------------------------------------------------------------
 
-  // Examples as cards in an element: "components" to choose from, and an absolute value at which
-  // colours saturate, or null for that of each row.
-  function heatmaps(list, examples, components, saturation) {
-    const tip = document.getElementById("tip");
-    const theme = getComputedStyle(document.documentElement);
-    const [PLUS, MINUS, PAPER] = ["--plus", "--minus", "--paper"].map(
-      (name) => theme.getPropertyValue(name).split(",").map(Number));
-    const state = { component: components.length ? components[0].key : "" };
-    const views = [];
+  const tip = document.getElementById("tip"), views = [];
+  const state = { component: "", byRow: false };
 
-    function colour(value, scale) {
-      if (!scale || !value) return "";
-      // Signed root: a few large values would else leave all others, of either sign, white.
-      const strength = Math.sqrt(Math.min(1, Math.abs(value) / scale));
-      const end = value > 0 ? PLUS : MINUS;
-      const mix = end.map((channel, i) => Math.round(PAPER[i] + (channel - PAPER[i]) * strength));
-      return "rgb(" + mix.join(", ") + ")";
-    }
+  // Over the page's own colour, so that it follows the light, and paper.
+  function colour(value, scale) {
+    if (!scale || !value) return "";
+    // Root: a few large values would else leave all others, of either sign, white.
+    const strength = Math.sqrt(Math.min(1, Math.abs(value) / scale));
+    return "rgba(var(" + (value > 0 ? "--plus" : "--minus") + "), " + strength.toFixed(3) + ")";
+  }
 
-    // What the selection does with a token; "" where none is shown.
-    function fate(example, index) {
-      return example.kept ? (example.kept[index] === "1" ? "kept" : "dropped") : "";
-    }
+  // What the selection does with a token; "" where none is shown.
+  function fate(example, index) {
+    if (!data.selection || !example.kept) return "";
+    return example.kept[index] === "1" ? "kept" : "dropped";
+  }
 
-    const fated = (span) => span.fate && ", " + span.fate;
+  const fated = (span) => span.fate && ", " + span.fate;
 
-    function build(example) {
-      const card = element("section", { class: "example paper", "aria-label": example.place });
-      const title = element("h3", {}, example.place);
-      const of = example.tokens.length < example.length
-        ? "tokens " + example.start + " to " + (example.start + example.tokens.length - 1) + " of " + example.length
-        : example.length + " tokens";
-      title.append(element("span", {}, example.said || of));
-      const text = element("div", { class: "text", dir: "auto" });
-      const spans = [];
-      let prompt = "";
-      example.tokens.forEach(function (token, index) {
-        if (example.response[index] !== "1") { prompt += token; return; }
-        if (prompt) { text.append(element("span", { class: "prompt" }, prompt)); prompt = ""; }
-        const chosen = fate(example, index);
-        const blank = token.replace(/\u21b5/g, "").trim() ? "" : " blank";
-        const span = element("span", {
-          class: "tok " + chosen + blank, role: "button", tabindex: spans.length ? "-1" : "0",
-          "data-place": example.start + index,
-        }, token);
-        span.fate = chosen;
-        span.view = views.length;
-        span.order = spans.length;
-        spans.push(span);
-        text.append(span);
-      });
-      if (prompt) text.append(element("span", { class: "prompt" }, prompt));
-      card.append(title, text);
-      list.append(card);
-      views.push({ example, spans });
-    }
+  // Text that is not valued: one line of it, and all of it when it is opened.
+  function prompt(text, brief) {
+    const node = element("details", { class: "prompt" });
+    node.append(element("summary", {}, brief || "\u2026"), element("div", {}, text));
+    return node;
+  }
 
-    function paint() {
-      const key = state.component;
-      for (const view of views) {
-        const values = view.example.values[key] || [];
-        const scale = saturation || Math.max(0, ...values.map(Math.abs));
-        view.spans.forEach(function (span, index) {
-          span.style.backgroundColor = colour(values[index], scale);
-          span.setAttribute("aria-label",
-            span.textContent + ": " + signed(values[index] || 0) + fated(span));
-        });
-      }
-    }
-
-    function showTip(span) {
-      const view = views[span.view];
-      const name = span.textContent.trim();
-      const title = "\u201c" + (name.length > 60 ? name.slice(0, 60) + "\u2026" : name) + "\u201d";
-      tip.replaceChildren(element("b", { dir: "auto" }, title),
-        document.createTextNode(" token " + span.dataset.place + fated(span)));
-      const table = element("table");
-      for (const component of components) {
-        const row = element("tr", component.key === state.component ? { class: "now" } : {});
-        row.append(element("td", {}, component.name),
-          element("td", {}, signed(view.example.values[component.key][span.order])));
-        table.append(row);
-      }
-      tip.append(table);
-      tip.hidden = false;
-      const box = span.getClientRects()[0] || span.getBoundingClientRect();
-      const high = tip.offsetHeight, wide = tip.offsetWidth;
-      const top = box.bottom + 8 + high < window.innerHeight ? box.bottom + 8 : box.top - high - 8;
-      tip.style.top = Math.max(4, top) + "px";
-      tip.style.left = Math.max(4, Math.min(box.left, window.innerWidth - wide - 12)) + "px";
-    }
-
-    function move(span, event) {
-      const spans = views[span.view].spans;
-      if (event.key === "Escape") { tip.hidden = true; return; }
-      const place = moved(event, span.order, spans.length);
-      if (place === null) return;
-      span.tabIndex = -1;
-      spans[place].tabIndex = 0;
-      spans[place].focus();
-    }
-
-    const token = (event) => event.target.closest ? event.target.closest(".tok") : null;
-    list.addEventListener("mouseover", (event) => token(event) ? showTip(token(event)) : (tip.hidden = true));
-    list.addEventListener("mouseleave", () => { tip.hidden = true; });
-    list.addEventListener("focusin", (event) => token(event) && showTip(token(event)));
-    list.addEventListener("focusout", () => { tip.hidden = true; });
-    list.addEventListener("click", (event) => token(event) && showTip(token(event)));
-    list.addEventListener("keydown", (event) => token(event) && move(token(event), event));
-    examples.forEach(build);
-    paint();
-    return function (component) {
-      state.component = component.key;
-      paint();
+  // An example as a card in an element; "list" has the component and the scale of its own, if any.
+  function build(parent, example, list) {
+    const card = element("section", { class: "example", "aria-label": example.place });
+    const title = element("h4", {}, example.place);
+    title.append(element("span", {}, example.said));
+    const text = element("div", { class: "text", dir: "auto" });
+    const spans = [];
+    let unvalued = "", stretch = 0;
+    const close = function (last) {
+      const brief = example.briefs[stretch];
+      if (unvalued && (brief || !last)) text.append(prompt(unvalued, brief));
+      stretch += unvalued ? 1 : 0;
+      unvalued = "";
     };
+    example.tokens.forEach(function (token, index) {
+      if (example.response[index] !== "1") { unvalued += token; return; }
+      close(false);
+      const chosen = fate(example, index);
+      const span = element("span", {
+        class: ("tok " + chosen).trim(), role: "button", tabindex: spans.length ? "-1" : "0",
+        "data-place": example.start + index,
+      }, token);
+      Object.assign(span, { fate: chosen, view: views.length, order: spans.length });
+      spans.push(span);
+      text.append(span);
+    });
+    close(true);
+    card.append(title, text);
+    parent.append(card);
+    const view = { card, example, list, spans };
+    views.push(view);
+    return view;
+  }
+
+  const shownKey = (view) => view.list ? view.list.component.key : state.component;
+  const scaleOf = (view) => view.list ? view.list.saturation : data.scales[state.component];
+
+  function paint(view) {
+    const values = view.example.values[shownKey(view)] || [];
+    const scale = state.byRow ? Math.max(0, ...values.map(Math.abs)) : scaleOf(view);
+    view.spans.forEach(function (span, index) {
+      span.style.backgroundColor = colour(values[index], scale);
+      span.setAttribute("aria-label",
+        span.textContent + ": " + signed(values[index] || 0) + fated(span));
+    });
+  }
+
+  function paintAll() {
+    views.forEach(paint);
+    for (const node of document.querySelectorAll(".scale:not([data-own])")) {
+      const full = state.byRow ? null : data.scales && data.scales[state.component];
+      node.querySelector(".least").textContent =
+        full ? "\u2212" + number(full, 3) + " or less" : "lowest";
+      node.querySelector(".most").textContent = full ? "+" + number(full, 3) + " or more" : "highest";
+    }
+  }
+
+  // --- the numbers of one token --------------------------------------------------------------
+
+  const sorted = new Map();
+
+  // Share of the tokens shown whose value is lower, in per cent.
+  function rank(view, value) {
+    const key = view.list ? view.list.anchor : state.component;
+    if (!sorted.has(key)) {
+      const own = views.filter((one) => view.list ? one.list === view.list : !one.end);
+      sorted.set(key, Float64Array.from(own.flatMap((one) => one.example.values[shownKey(one)])).sort());
+    }
+    const every = sorted.get(key);
+    let low = 0, high = every.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (every[middle] < value) low = middle + 1; else high = middle;
+    }
+    return every.length ? Math.round(100 * low / every.length) : 0;
+  }
+
+  // A loss, and the probability that it is of.
+  function likely(loss) {
+    const share = 100 * Math.exp(-Math.max(0, loss));
+    const percent = share >= 0.1 ? number(+share.toPrecision(2), 2) : "below 0.1";
+    return "loss " + number(loss, 3) + ", probability " + percent + "\u00a0%";
+  }
+
+  // The rows of a tooltip: name, what is said.
+  function facts(view, order) {
+    const example = view.example, own = shownKey(view), value = example.values[own][order];
+    const unit = data.unit ? " " + data.unit : "";
+    const alone = view.list || data.components.length === 1;
+    const name = alone ? "value" : data.components.find((one) => one.key === own).name;
+    const rows = [[name, signed(value) + unit, true]];
+    if (data.rate && own === "total")
+      rows.push(["a step of rate " + number(data.rate, 3), "moves the loss by " + signed(-data.rate * value)]);
+    rows.push(["rank", "above " + rank(view, value) + "\u00a0% of the tokens"]);
+    if (example.loss) {
+      const before = example.loss[order], now = data.after ? "before" : "now";
+      rows.push([now, likely(before)]);
+      if (data.after) rows.push([data.after, likely(before - (example.values.total || example.values[own])[order])]);
+    }
+    for (const one of view.list ? [] : data.components)
+      if (one.key !== own) rows.push([one.name, signed(example.values[one.key][order])]);
+    return rows;
+  }
+
+  function showTip(span) {
+    const view = views[span.view];
+    const name = span.textContent.trim();
+    const title = "\u201c" + (name.length > 60 ? name.slice(0, 60) + "\u2026" : name) + "\u201d";
+    tip.replaceChildren(element("b", { dir: "auto" }, title),
+      document.createTextNode(" token " + span.dataset.place + fated(span)));
+    const table = element("table");
+    for (const [left, right, now] of facts(view, span.order)) {
+      const row = element("tr", now ? { class: "now" } : {});
+      row.append(element("td", {}, left), element("td", {}, right));
+      table.append(row);
+    }
+    tip.append(table);
+    tip.hidden = false;
+    const box = span.getClientRects()[0] || span.getBoundingClientRect();
+    const high = tip.offsetHeight, wide = tip.offsetWidth;
+    const top = box.bottom + 8 + high < window.innerHeight ? box.bottom + 8 : box.top - high - 8;
+    tip.style.top = Math.max(4, top) + "px";
+    tip.style.left = Math.max(4, Math.min(box.left, window.innerWidth - wide - 12)) + "px";
+  }
+
+  function move(span, event) {
+    const spans = views[span.view].spans;
+    if (event.key === "Escape") { tip.hidden = true; return; }
+    const place = moved(event, span.order, spans.length);
+    if (place === null) return;
+    span.tabIndex = -1;
+    spans[place].tabIndex = 0;
+    spans[place].focus();
+  }
+
+  const token = (event) => event.target.closest ? event.target.closest(".tok") : null;
+  document.addEventListener("mouseover", (event) => token(event) ? showTip(token(event)) : (tip.hidden = true));
+  document.addEventListener("focusin", (event) => token(event) && showTip(token(event)));
+  document.addEventListener("focusout", () => { tip.hidden = true; });
+  document.addEventListener("click", (event) => token(event) && showTip(token(event)));
+  document.addEventListener("keydown", (event) => token(event) && move(token(event), event));
+
+  // --- what is drawn -------------------------------------------------------------------------
+
+  // Rows of the list by a column of theirs: from the lowest, of losses and shares from the highest.
+  function order(list, column) {
+    const sign = column === "mean_loss" || column === "negative" ? -1 : 1;
+    const last = Number.POSITIVE_INFINITY;  // a row without a response
+    const key = (view) => view.example[column] ?? null;
+    const place = (view) => key(view) === null ? last : sign * key(view);
+    const own = views.filter((view) => !view.end && !view.list);
+    own.sort((a, b) => place(a) - place(b) || a.example.row - b.example.row);
+    list.append(...own.map((view) => view.card));
+  }
+
+  function choose(key) {
+    const chosen = data.components.find((one) => one.key === key);
+    if (!chosen) return;
+    state.component = chosen.key;
+    const meaning = document.getElementById("meaning");
+    if (meaning) meaning.textContent = chosen.name + ": " + chosen.meaning + ".";
+    paintAll();
   }
 
   const list = document.getElementById("examples");
   if (list) {
-    const components = data.components, show = heatmaps(list, data.examples, components, null);
-    const choose = function (key) {
-      const chosen = components.find((one) => one.key === key);
-      if (!chosen) return;
-      show(chosen);
-      document.getElementById("meaning").textContent = chosen.name + ": " + chosen.meaning + ".";
-    };
-    document.addEventListener("change",
-      (event) => event.target.name === "component" && choose(event.target.value));
-    if (components.length) choose(components[0].key);
+    for (const side in data.ends)
+      for (const example of data.ends[side])
+        build(document.getElementById(side), example).end = true;
+    for (const example of data.examples) build(list, example);
+    order(list, "mean");
+    document.addEventListener("change", function (event) {
+      const target = event.target;
+      if (target.name === "component") choose(target.value);
+      if (target.name === "order") order(list, target.value);
+      if (target.id === "selection") document.body.classList.toggle("selected", target.checked);
+      if (target.id === "by-row") { state.byRow = target.checked; paintAll(); }
+    });
+    choose(data.components[0].key);
   }
   for (const one of data.lists || [])
-    heatmaps(document.getElementById(one.anchor), one.examples, [one.component], one.saturation);
+    for (const example of one.examples) build(document.getElementById(one.anchor), example, one);
+  if (data.lists) paintAll();
 })();

@@ -47,6 +47,7 @@ __all__ = [
     "environment",
     "interval",
     "number",
+    "parts",
     "pictures_html",
     "render_page",
     "save",
@@ -64,6 +65,9 @@ SEQUENTIAL = "cividis"
 
 PLUS, MINUS = (76, 154, 222), (240, 150, 55)
 """Blue and orange of positive and negative values, likewise told apart by all."""
+
+DARK_PLUS, DARK_MINUS = (38, 104, 176), (168, 84, 16)
+"""The same on a dark page, under light letters."""
 
 _STYLE = {
     "svg.fonttype": "path",  # no font of the reader's machine takes part
@@ -198,7 +202,7 @@ def pictures_html(pictures: Mapping[str, tuple[str, str, str, str]]) -> str:
         | {"width": _natural_width(anchor, svg)}
         for anchor, (title, caption, svg, alt) in pictures.items()
     ]
-    return str(_parts().pictures(shown)) if shown else ""
+    return str(parts().pictures(shown)) if shown else ""
 
 
 def _natural_width(anchor: str, svg: str) -> int:
@@ -224,7 +228,7 @@ def table_html(columns: Sequence[Column], label: str, *, note: str = "", left_ou
         left_out: rows that are in a file alone.
     """
     rows = list(zip(*(cells for _, _, cells in columns), strict=True))
-    return str(_parts().table(columns, rows, label, note, left_out))
+    return str(parts().table(columns, rows, label, note, left_out))
 
 
 @dataclass(frozen=True)
@@ -241,6 +245,7 @@ class Section:
         html: pictures, tables and anything else, safe as it is.
         notes: warnings.
         settings: what this section depends on and others do not.
+        mark: "good", "doubtful" or "bad", before its verdict; or "".
     """
 
     anchor: str
@@ -252,6 +257,7 @@ class Section:
     html: str = ""
     notes: Sequence[str] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
+    mark: str = ""
 
 
 def render_page(
@@ -260,20 +266,20 @@ def render_page(
     sections: Sequence[Section],
     *,
     contents: bool = False,
-    tiles: Sequence[tuple[str, str]] = (),
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
     rows: Sequence[str] = (),
+    about: Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
     command: str = "",
     data: object = None,
 ) -> str:
-    """The page as text; title, notes, warnings and settings are as of ``write_report``.
+    """The page as text; title, warnings, notes, ``about`` and settings are as of ``write_report``.
 
     With ``contents`` it begins with a card for each of its sections, its verdict, and has their
-    names in view wherever one reads. ``tiles`` are the few numbers at the top: (number, what it
-    is). At the end stand ``rows``, sentences about the rows used, and the ``command`` that made the
-    page. Its script reads ``data``; with None there is no script.
+    names in view wherever one reads. At the end stand ``rows``, sentences about the rows used, and,
+    folded, the settings. ``command`` is what made the page. Its script reads ``data``; with None
+    there is no script.
     """
     script = ""
     if data is not None:  # the one script; its digest in the page's policy lets no other run
@@ -286,10 +292,10 @@ def render_page(
             lead=lead,
             sections=sections,
             contents=contents,
-            tiles=tiles,
             notes=notes,
             warnings=warnings,
             rows=rows,
+            about=dict(about or {}),
             settings=dict(settings or {}),
             command=command,
             data="" if data is None else script_safe(data),
@@ -297,6 +303,8 @@ def render_page(
             digest=_base64(hashlib.sha256(script.encode()).digest()) if script else "",
             plus=", ".join(map(str, PLUS)),
             minus=", ".join(map(str, MINUS)),
+            dark_plus=", ".join(map(str, DARK_PLUS)),
+            dark_minus=", ".join(map(str, DARK_MINUS)),
         )
     )
 
@@ -315,7 +323,7 @@ def environment() -> jinja2.Environment:
     return pages
 
 
-def _parts() -> Any:
+def parts() -> Any:
     """The macros for parts of a page."""
     return environment().get_template("parts.html.j2").module
 

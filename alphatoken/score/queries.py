@@ -23,8 +23,11 @@ from typing import Any
 from alphatoken.data import EncodeOptions, EncodeReport, Example, Fields, Row, Turn, encode_rows
 from alphatoken.data.rows import require_text, row_of
 from alphatoken.errors import DataError, short
-from alphatoken.score.page import Section, number, render_page
-from alphatoken.score.value_page import setting_tiles, shown_example, window, worded
+from alphatoken.score.meaning import Meaning
+from alphatoken.score.page import Section, number, parts, render_page
+from alphatoken.score.summary import worded
+from alphatoken.score.token_kinds import is_control
+from alphatoken.score.value_page import shown_example, window
 from alphatoken.score.values import ScoredExample, query_key, responses, visible
 from alphatoken.support.storage import write_text
 
@@ -94,11 +97,7 @@ _ROWS = 10
 _TOKENS, _PROMPT = 300, 60
 """Tokens of a row that are shown, at most, and how many of its prompt before the response."""
 
-_LEAD = (
-    "Which training rows raise the probability of a text, and which lower it, by values of their "
-    "response tokens: what one small plain gradient step on a token does to the text's mean token "
-    "loss, to first order, at the weights of this model."
-)
+_LEAD = "Which training rows raise the probability of a text, and which lower it: {counted}."
 
 _HONEST = (
     "A value says what the token would teach this model now. It does not say that the row is why "
@@ -107,11 +106,10 @@ _HONEST = (
 )
 
 _READ = (
-    "Rows are ordered by the sum of the values over their response tokens, so long rows come "
-    "first where each token does the same. Blue tokens raise the probability of the query, orange "
-    "ones lower it; a colour means the same value in all rows of one query, and follows its root, "
-    "so that small values are seen. Prompts are grey. Move over a token, or focus it and use the "
-    "arrow keys, for its value."
+    "Blue tokens raise the probability of the query, orange ones lower it. Rows are ordered by the "
+    "sum of the values over their response tokens, so long rows come first where each token does "
+    "the same. Grey lines are prompts; open one to read all of it. Move over a token, or focus it "
+    "and use the arrow keys, for its value."
 )
 
 
@@ -181,6 +179,8 @@ def write_query_report(
     rows: int,
     title: str,
     texts: Callable[[Sequence[int]], list[str]],
+    meaning: Meaning,
+    about: Mapping[str, object] | None = None,
     settings: Mapping[str, object],
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
@@ -196,26 +196,30 @@ def write_query_report(
     """
     sections, lists = list[Section](), list[dict[str, Any]]()
     for n, (query, rank) in enumerate(zip(queries, ranks, strict=True)):
-        section, shown = _section(n, query, rank, texts)
+        section, shown = _section(n, query, rank, texts, meaning.unit)
         sections.append(section)
         lists += shown
     html = render_page(
         title,
-        _LEAD,
+        _LEAD.format(counted=f"{number(rows)} rows were valued"),
         sections,
         contents=len(queries) > 1,
-        tiles=[(number(rows), "training rows valued"), *setting_tiles(settings)],
-        notes=[_HONEST, *notes],
+        notes=[meaning.lead, *notes],
         warnings=warnings,
+        about=about,
         settings=settings,
-        data={"lists": lists},
+        data={"lists": lists, "unit": meaning.unit, "after": meaning.after, "rate": None},
     )
     write_text(path, html)
     return Path(path)
 
 
 def _section(
-    n: int, query: Example, rank: QueryRank, texts: Callable[[Sequence[int]], list[str]]
+    n: int,
+    query: Example,
+    rank: QueryRank,
+    texts: Callable[[Sequence[int]], list[str]],
+    unit: str,
 ) -> tuple[Section, list[dict[str, Any]]]:
     tokens, valued = texts(query.input_ids), responses(query.labels).tolist()
     key, html, lists = query_key(n), [_text(tokens, valued)], []
@@ -224,6 +228,8 @@ def _section(
     largest = max(
         (abs(v) for rows in shown.values() for e in rows for v in e["values"][key]), default=0
     )
+    if largest:
+        html.append(str(parts().scale(number(largest), unit)))
     for word, examples in shown.items():
         anchor = f"{key.replace('_', '-')}-{word}"
         html.append(f"<h3>Rows that {word} it most</h3>")
@@ -235,7 +241,7 @@ def _section(
             {
                 "anchor": anchor,
                 "examples": examples,
-                "component": {"key": key, "name": "Value"},
+                "component": {"key": key, "name": "value"},
                 "saturation": largest,
             }
         )
@@ -243,13 +249,23 @@ def _section(
     reading = f"{reading[:1].upper()}{reading[1:]}."
     section = Section(
         key.replace("_", "-"),
-        visible(short("".join(t for t, v in zip(tokens, valued, strict=True) if v), 90)),
+        visible(short(_words(query, tokens, valued), 90)),
         name=f"Query {n + 1}",
         verdict=f"{number(rank.raising)} training rows raise it, {number(rank.lowering)} lower it.",
-        remarks=[reading, _READ] if n == 0 else [reading],
+        remarks=[reading, _READ, _HONEST] if n == 0 else [reading],
         html="\n".join(html),
     )
     return section, lists
+
+
+def _words(query: Example, tokens: Sequence[str], valued: Sequence[bool]) -> str:
+    """A plain text from its first token on, or the response; without special tokens."""
+    plain = len(query.row.turns) == 1
+    return "".join(
+        token
+        for token, is_valued in zip(tokens, valued, strict=True)
+        if (is_valued or plain) and not is_control(token)
+    ).strip()
 
 
 def _shown(
@@ -268,4 +284,4 @@ def _text(tokens: Sequence[str], valued: Sequence[bool]) -> str:
     for token, is_valued in zip(tokens, valued, strict=True):
         text = escape(visible(token))
         parts.append(text if is_valued else f'<span class="prompt">{text}</span>')
-    return f'<div class="example paper"><div class="text" dir="auto">{"".join(parts)}</div></div>'
+    return f'<div class="example"><div class="text" dir="auto">{"".join(parts)}</div></div>'

@@ -21,15 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken import FisherDrift, Scorer
-from alphatoken.data import Row, collate, token_texts
+from alphatoken.data import EncodeReport, Row, collate, token_texts
 from alphatoken.data.encode import about_encoding
 from alphatoken.data.source import RowSource
 from alphatoken.data.split import about_pools
 from alphatoken.errors import DataError, ModelError, short
 from alphatoken.model.batch import IGNORE
 from alphatoken.score.job import CorpusSurvey, Job, on_device
+from alphatoken.score.meaning import meaning_of
+from alphatoken.score.page import number as written
 from alphatoken.score.queries import QueryRank, rank_rows, write_query_report
-from alphatoken.score.value_page import ValueSummary, summarise, write_report
+from alphatoken.score.summary import ValueSummary, mean_of, summarise
+from alphatoken.score.value_page import write_report
 from alphatoken.score.values import (
     ScoredExample,
     read_row_values,
@@ -67,7 +70,7 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
         write_jsonl(folder / "bad_rows.jsonl", survey.bad)
     certificate = _certificate(scorer, job)
     if options.keep_scope == "dataset":
-        _keep_over_all(folder, options.keep_ratio)
+        _keep_over_all(folder, options.ratio)
     rows = _row_ends(folder / "values", options.rows or "mean")
     written = _write_rows(job)
     ranks = [QueryRank() for _ in options.query]
@@ -104,14 +107,28 @@ def _write_page(
     warned: Sequence[str],
 ) -> None:
     certified = {} if certificate is None else {"certificate": str(certificate)}
+    encoded = job.survey.encoded if job.survey is not None else EncodeReport()
+    lost = [*_lost("train", encoded, job), *_lost("validation", job.encoded, job)]
+    said_again = {*about_encoding("train", encoded), *about_encoding("validation", job.encoded)}
+    queries = len(ranks)
+    trusted = f"the {written(len(job.validation))} trusted rows" if job.validation else ""
+    if queries:
+        trusted = "the query" if queries == 1 else f"the {queries} queries"
     more: dict[str, Any] = {
+        "meaning": meaning_of(job.settings, trusted),
+        "about": _about(job, summary),
         "settings": job.settings | certified,
-        "notes": [note for note in notes if note not in warned],
-        "warnings": warned,
+        "notes": [note for note in notes if note not in {*warned, *said_again}],
+        "warnings": [*lost, *warned],
     }
     page, name = job.options.folder / "report.html", Path(job.options.train_file).name
     if not ranks:
-        write_report(page, summary, title=f"Token values of {name}", **more)
+        asked = job.options.keep_ratio is not None or job.options.rows is not None
+        title = f"Token values of {name}"
+        path = job.trusted_file
+        trusted_rows = read_values(path) if path.exists() else ()
+        means = [mean_of(one, "total") for one in trusted_rows]
+        write_report(page, summary, title=title, trusted=means, selection=asked, **more)
         return
     write_query_report(
         page,
@@ -119,10 +136,45 @@ def _write_page(
         ranks,
         rows=summary.sequences,
         title=f"Rows of {name} for and against "
-        + ("a query" if len(ranks) == 1 else f"{len(ranks)} queries"),
+        + ("a query" if queries == 1 else f"{queries} queries"),
         texts=partial(token_texts, job.corpus.tokenizer),
         **more,
     )
+
+
+def _lost(name: str, report: EncodeReport, job: Job) -> list[str]:
+    """Sentences on rows that were cut or left out, as a page says it."""
+    cut = []
+    if report.truncated_rows:
+        cut.append(
+            f"{written(report.truncated_rows)} of {written(report.rows)} "
+            f"{'rows' if name == 'train' else 'validation rows'} were longer "
+            f"than {written(job.corpus.how.max_length)} tokens: {written(report.truncated_tokens)} "
+            f"token{'s'[: report.truncated_tokens != 1]} cut."
+        )
+    return cut + about_encoding(name, replace(report, truncated_rows=0))
+
+
+def _about(job: Job, summary: ValueSummary) -> dict[str, object]:
+    """The run as a person would write it."""
+    options, settings = job.options, job.settings
+    model = Path(options.model_name_or_path).name or options.model_name_or_path
+    adapter = f" with the adapter {Path(options.adapter).name}" if options.adapter else ""
+    rows, tokens = written(summary.sequences), written(summary.response_tokens)
+    about: dict[str, object] = {
+        "Model": f"{model}{adapter}, {settings['dtype']}",
+        "Rows": f"{Path(options.train_file).name}: {rows} rows, {tokens} response tokens",
+    }
+    if job.validation and not options.query:
+        file = "drawn from the rows"
+        if options.validation_file:
+            file = Path(options.validation_file).name
+        about["Trusted rows"] = (
+            f"{file}: {written(len(job.validation))} rows, "
+            f"{written(job.encoded.response_tokens)} response tokens"
+        )
+    about["Estimator"] = settings["estimator"]
+    return about
 
 
 def _checked_examples(job: Job) -> Iterator[ScoredExample]:
@@ -221,7 +273,7 @@ def _write_rows(job: Job) -> dict[str, int] | None:
     if unit == "tokens":
         records = _weighted(values)
     else:
-        kept = best_rows(columns[_column(unit)], columns["response_tokens"], options.keep_ratio)
+        kept = best_rows(columns[_column(unit)], columns["response_tokens"], options.ratio)
         records = _whole(job.corpus.source, columns, kept)
     rows = kept_tokens = 0
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:

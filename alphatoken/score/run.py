@@ -65,7 +65,7 @@ def score_corpus(options: ScoreOptions) -> None:
     """
     here = _this_process()
     # Its error comes now, and not after the first batch.
-    keep_count(options.keep_ratio, 1, name="--keep_ratio")
+    keep_count(options.ratio, 1, name="--keep_ratio")
     require_writable(options.output_dir)
     _check_engine(options, here)
     if options.scorer_config().estimator == "walk" and options.verify is not None:
@@ -108,6 +108,7 @@ def _run_first(options: ScoreOptions, here: _LaunchedProcess) -> None:
             _value_with_ray(job, numbers)
         else:
             _value_blocks(job, scorer, here.share(numbers))
+            _value_trusted(job, scorer)
         here.wait()
         write_results(job, scorer, warned, start)
 
@@ -149,7 +150,7 @@ def _prepare_folder(job: Job) -> None:
     manifest = folder / "run.json"
     if job.options.overwrite_output and manifest.exists():
         manifest.unlink()
-        for name in ("values", "job"):
+        for name in ("values", "job", "trusted"):
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in ("summary.json", "report.html", "bad_rows.jsonl", "rows.jsonl"):
             (folder / name).unlink(missing_ok=True)
@@ -161,6 +162,18 @@ def _prepare_folder(job: Job) -> None:
         leftover.unlink()
     if not manifest.exists():
         write_json(manifest, {"command": "score", "settings": job.settings}, default=str)
+
+
+def _value_trusted(job: Job, scorer: Scorer) -> None:
+    """Value some of the rows that a walk was taken on, to be marked on the page."""
+    options, path = job.options, job.trusted_file
+    compared = options.scorer_config().estimator == "walk" and not options.query
+    if not compared or not options.report or not job.validation or path.exists():
+        return
+    path.parent.mkdir(exist_ok=True)
+    rows = job.validation[:_MARKED]
+    size = options.per_device_train_batch_size
+    write_values(path, score_rows(scorer, rows, size, ratio=options.ratio))
 
 
 def _remedy(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -201,7 +214,7 @@ def value_block(
                 scorer,
                 window,
                 size,
-                ratio=options.keep_ratio,
+                ratio=options.ratio,
                 scope="batch" if scope == "dataset" else scope,
                 queries=len(options.query),
                 report=share_done,
@@ -218,6 +231,9 @@ def _read_ahead(items: Iterator[_T]) -> Iterator[_T]:
             coming = reader.submit(next, items, None)
             yield item
 
+
+_MARKED = 64
+"""Trusted rows that are valued too."""
 
 _WINDOW = 512
 """Rows that are batched by their lengths; fewer of a file that has fewer."""

@@ -1,197 +1,31 @@
-"""Numbers about the values of a whole data set, gathered in one pass, and their page."""
+"""The page of the values of a whole data set: which rows are odd, and why."""
 
 from __future__ import annotations
 
-import heapq
 import math
-import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from html import escape
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alphatoken.score.page import (
-    Column,
-    Section,
-    environment,
-    number,
-    render_page,
-    table_html,
-)
-from alphatoken.score.values import COMPONENTS, ScoredExample, visible
+from alphatoken.score.meaning import Meaning
+from alphatoken.score.page import Column, Section, environment, number, render_page, table_html
+from alphatoken.score.summary import RankedRow, ValueSummary, mean_of
+from alphatoken.score.token_kinds import BREAK, END, FIRST, brief_prompt
+from alphatoken.score.values import COMPONENTS, LOSS, ScoredExample, visible
 from alphatoken.support.storage import write_text
 
-TokenRank = tuple[float, ScoredExample, int]
-"""The total of one of the highest or lowest tokens, its sequence, and its position there."""
-
-# Tokens shown on each side of an extreme token.
-_CONTEXT = 10
-
-
-@dataclass
-class ValueSummary:
-    """Statistics of all examples together, for the report and the summary file.
-
-    Attributes:
-        components: key -> ``count`` of the response tokens, ``mean``, ``minimum``, ``maximum``, and
-            ``positive``, the share above 0.
-        derivatives: each way in which label values were differentiated -> its largest error.
-        highest: the tokens of highest total, of equal ones the first.
-        lowest: those of lowest total.
-        sample: sequences for the heatmaps, in row order.
-    """
-
-    sequences: int = 0
-    tokens: int = 0
-    response_tokens: int = 0
-    kept_tokens: int = 0
-    components: dict[str, dict[str, float]] = field(default_factory=dict)
-    derivatives: dict[str, float] = field(default_factory=dict)
-    highest: list[TokenRank] = field(default_factory=list)
-    lowest: list[TokenRank] = field(default_factory=list)
-    sample: list[ScoredExample] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything that fits a summary file (no sample)."""
-        return {
-            **{name: value for name, value in vars(self).items() if name != "sample"},
-            "components": [{"key": key, **numbers} for key, numbers in self.components.items()],
-            "highest": [_record(*token) for token in self.highest],
-            "lowest": [_record(*token) for token in self.lowest],
-        }
-
-
-def summarise(
-    examples: Iterable[ScoredExample],
-    *,
-    sample: int = 40,
-    extremes: int = 15,
-    seed: int = 0,
-    texts: Callable[[Sequence[int]], list[str]] | None = None,
-) -> ValueSummary:
-    """One pass over all examples: distributions, extremes, and a uniform sample to show.
-
-    Args:
-        examples: any number of scored sequences; held are the sample and those of extreme tokens.
-        sample: how many sequences to keep for the heatmaps (uniform, seeded, in row order).
-        extremes: how many of the highest and of the lowest tokens to keep.
-        seed: of the sample.
-        texts: token ids -> text of each token, for examples that come without; asked for those
-            that are shown.
-    """
-    summary, sums = ValueSummary(), dict[str, list[float]]()
-    chosen, draw = dict[int, ScoredExample](), random.Random(seed)
-    high: list[TokenRank] = []
-    low: list[TokenRank] = []
-    for index, example in enumerate(examples):
-        summary.sequences += 1
-        summary.tokens += len(example.ids)
-        summary.kept_tokens += int(example.kept.sum())
-        # Of a stream of unknown length each example is in the sample with the same chance.
-        place = index if index < sample else draw.randrange(index + 1)
-        if place < sample:
-            chosen[place] = example
-        if (way := example.derivative) is not None:
-            summary.derivatives[way] = max(example.error, summary.derivatives.get(way, 0.0))
-        response = example.response
-        own = {key: np.asarray(v, float)[response] for key, v in example.values.items()}
-        _add(sums, own)
-        summary.response_tokens += int(response.sum())
-        # Of equal values the first one seen comes first.
-        high += _ends(example, -own["total"], extremes)
-        high = heapq.nlargest(extremes, high, key=itemgetter(0))
-        low += _ends(example, own["total"], extremes)
-        low = heapq.nsmallest(extremes, low, key=itemgetter(0))
-    n = summary.response_tokens
-    summary.components = {
-        key: {"count": n, "mean": total / n, "minimum": low, "maximum": high}
-        | {"positive": positive / n}
-        for key in COMPONENTS
-        if key in sums
-        for total, low, high, positive in [sums[key]]
-    }
-    summary.highest, summary.lowest = (
-        [(total, worded(example, texts), at) for total, example, at in side] for side in (high, low)
-    )
-    picked = sorted(chosen.values(), key=lambda example: example.row)
-    summary.sample = [worded(example, texts) for example in picked]
-    return summary
-
-
-def _ends(example: ScoredExample, order: NDArray[np.float64], count: int) -> list[TokenRank]:
-    first = np.sort(np.argsort(order, kind="stable")[:count])
-    places, total = np.flatnonzero(example.response)[first], example.values["total"]
-    return [(float(total[place]), example, int(place)) for place in places]
-
-
-def worded(
-    example: ScoredExample, texts: Callable[[Sequence[int]], list[str]] | None
-) -> ScoredExample:
-    """The example with the texts of its tokens, where it came without."""
-    if texts is None or example.tokens:
-        return example
-    return replace(example, tokens=texts(example.ids))
-
-
-def _add(sums: dict[str, list[float]], values: Mapping[str, NDArray[np.float64]]) -> None:
-    for key, column in values.items():
-        if len(column):
-            total, low, high, positive = sums.get(key, [0.0, math.inf, -math.inf, 0.0])
-            sums[key] = [
-                total + float(column.sum()),
-                min(low, float(column.min())),
-                max(high, float(column.max())),
-                positive + float((column > 0).sum()),
-            ]
-
-
-def _record(_: float, example: ScoredExample, position: int) -> dict[str, Any]:
-    """An extreme token with its surroundings, as the summary file has it."""
-    before, token, after = _surroundings(example, position)
-    return {
-        "row": example.row,
-        "place": example.place,
-        "position": position,
-        "before": before,
-        "token": token,
-        "after": after,
-        "kept": bool(example.kept[position]),
-        "values": {key: float(values[position]) for key, values in example.values.items()},
-    }
-
-
-def _surroundings(example: ScoredExample, position: int) -> tuple[str, str, str]:
-    """Text before a token, its own, and after it."""
-    tokens, end = example.tokens, position + 1
-    before, after = tokens[max(0, position - _CONTEXT) : position], tokens[end : end + _CONTEXT]
-    return "".join(before), tokens[position], "".join(after)
-
-
-# --- the page -------------------------------------------------------------------------------------
-
 MOST_TOKENS = 12_000
-"""Tokens shown in all heatmaps together: keeps the page near one megabyte."""
+"""Tokens shown in all rows together: keeps the page near one megabyte."""
 
 MOST_TOKENS_A_ROW = 1_500
 _PROMPT_SHOWN = 300
+_END_TOKENS = 240  # of one of the lowest and highest rows on the first screen
 
-# Settings that stand at the top of the page -> what they are called there.
-_HEADER = {
-    "model_name_or_path": "model", "policy": "policy", "estimator": "estimator",
-    "layers": "layers scored", "parameters": "parameters valued",
-    "last_loss": "training loss of the last log",
-}  # fmt: skip
-
-_LEAD = (
-    "Value of each response token: positive (blue) says that a small step on it lowers the "
-    "validation objective or keeps what the model knew; negative (orange) says the opposite. It is "
-    "no verdict on the token."
-)
+FULL = 0.98
+"""Quantile of the absolute values at which a colour is full: few far ones leave no others white."""
 
 
 def write_report(
@@ -199,6 +33,10 @@ def write_report(
     summary: ValueSummary,
     *,
     title: str = "AlphaToken report",
+    meaning: Meaning | None = None,
+    trusted: Sequence[float] = (),
+    selection: bool = False,
+    about: Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
@@ -209,29 +47,26 @@ def write_report(
         path: the HTML file.
         summary: from :func:`alphatoken.score.summarise`.
         title: heading of the page.
-        settings: what was run, shown as a table.
-        notes: sentences a reader must know before trusting the numbers.
-        warnings: what is probably wrong, shown apart from the notes.
+        meaning: what the values say, and in which unit.
+        trusted: mean values of the rows that are trusted, marked among those of all rows.
+        selection: whether the page can show which tokens are kept.
+        about: what was run, as a person would write it.
+        settings: the options of the run.
+        notes: sentences on how the values were computed.
+        warnings: what was lost, or is probably wrong; they stand at the top.
 
     Raises:
         DataError: the file could not be written; an old one is intact.
     """
-    settings, tokens = settings or {}, summary.response_tokens
-    share = f"{summary.kept_tokens / tokens:.1%}" if tokens else "none"
-    tiles = [
-        (number(summary.sequences), "sequences"),
-        (number(tokens), "response tokens valued"),
-        (share, f"kept by the selection, {number(summary.kept_tokens)} tokens"),
-        *setting_tiles(settings),
-    ]
-    sections, data = _value_sections(summary)
+    meaning = meaning or Meaning()
+    sections, data = _sections(summary, meaning, trusted, selection)
     html = render_page(
         title,
-        _LEAD,
+        meaning.lead,
         sections,
-        tiles=tiles,
         notes=notes,
         warnings=warnings,
+        about=about,
         settings=settings,
         data=data,
     )
@@ -239,19 +74,56 @@ def write_report(
     return Path(path)
 
 
-def setting_tiles(settings: Mapping[str, object]) -> list[tuple[str, str]]:
-    """The settings that stand at the top of a page, each with its name there."""
-    linears = settings.get("parameters", "linears") == "linears"
-    hidden = {"parameters" if linears else "layers"}
-    if settings.get("estimator") == "walk":  # all trainable parameters take part
-        hidden = {"parameters", "layers"}
-    shown = {key: str(settings[key]) for key in _HEADER if key in settings and key not in hidden}
-    if model := shown.get("model_name_or_path"):
-        shown["model_name_or_path"] = Path(model).name or model  # a long path breaks in words
-    return [(text, _HEADER[key]) for key, text in shown.items()]
+def _sections(
+    summary: ValueSummary, meaning: Meaning, trusted: Sequence[float], selection: bool
+) -> tuple[list[Section], dict[str, Any]]:
+    present, zero = _present(summary)
+    described = [
+        {"key": key, "name": COMPONENTS[key][0], "meaning": COMPONENTS[key][1]} for key in present
+    ]
+    shown, left_out = shown_examples(summary.sample, present)
+    ends = {
+        "lowest": [_end(row, present) for row in summary.lowest_rows],
+        "highest": [_end(row, present) for row in summary.highest_rows],
+    }
+    every = [*shown, *(one for side in ends.values() for one in side)]
+    scales = {key: full_scale([one["values"][key] for one in every]) for key in present}
+    templates, losses = environment(), any("loss" in one for one in shown)
+    overview = templates.get_template("overview.html.j2").render(
+        histogram=row_histogram(summary.row_means, trusted), unit=meaning.unit, ends=ends
+    )
+    rows = templates.get_template("rows.html.j2").render(
+        components=described,
+        scale=scales["total"],
+        unit=meaning.unit,
+        shown=len(shown),
+        sequences=summary.sequences,
+        left_out=left_out,
+        zero=zero,
+        losses=losses,
+        selection=selection,
+    )
+    sections = [
+        Section("overview", "Which rows are odd", html=overview),
+        Section("rows", "The rows", html=rows),
+        *_kinds(summary, meaning),
+        *_distributions(summary),
+    ]
+    data = {
+        "components": described,
+        "scales": scales,
+        "unit": meaning.unit,
+        "rate": meaning.rate,
+        "after": meaning.after,
+        "selection": selection,
+        "examples": shown,
+        "ends": ends,
+    }
+    return sections, data
 
 
-def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any]]:
+def _present(summary: ValueSummary) -> tuple[list[str], list[str]]:
+    """Keys of the components to draw, and names of those that are 0 everywhere."""
     said = summary.components
     # A component that is zero everywhere is said to be so; drawing it would only take room.
     present = [
@@ -260,31 +132,93 @@ def _value_sections(summary: ValueSummary) -> tuple[list[Section], dict[str, Any
     zero = [COMPONENTS[key][0] for key in said if key not in present]
     if "stability" not in present:  # then the total is the adaptation
         present = [key for key in present if key != "adaptation"]
-    described = [
-        {"key": key, "name": COMPONENTS[key][0], "meaning": COMPONENTS[key][1]} for key in present
-    ]
-    shown, left_out = shown_examples(summary.sample, present)
-    heatmaps = environment().get_template("heatmap.html.j2")
-    html = heatmaps.render(
-        components=described,
-        shown=len(shown),
-        sequences=summary.sequences,
-        left_out=left_out,
-        zero=zero,
-    )
-    sections = [
-        Section("heatmaps", "Values over the text", html=html),
-        _distributions(summary),
-        _extremes("Highest", summary.highest),
-        _extremes("Lowest", summary.lowest),
-    ]
-    return sections, {"components": described, "examples": shown}
+    return present or ["total"], zero
+
+
+def full_scale(values: Sequence[Sequence[float]]) -> float:
+    """Absolute value from which on a colour is full: the ``FULL`` quantile, to two digits upwards.
+
+    >>> full_scale([[0.0, 0.5], [-0.5]]), full_scale([])
+    (0.5, 0.0)
+    """
+    every = np.abs(np.concatenate([*map(np.asarray, values), np.zeros(0)]).astype(float))
+    size = float(np.quantile(every, FULL)) if len(every) else 0.0
+    if not size:  # nearly all are 0
+        return float(every.max(initial=0.0))
+    step = 10.0 ** (math.floor(math.log10(size)) - 1)
+    return float(f"{math.ceil(round(size / step, 6)) * step:.4g}")
+
+
+# --- the rows in one picture ----------------------------------------------------------------------
+
+_BINS = 40
+
+
+def row_histogram(means: Sequence[float], trusted: Sequence[float] = ()) -> dict[str, Any] | None:
+    """Bars over the mean values of rows, and where zero and the trusted rows lie; None of no row.
+
+    ``bars`` has (count, height in per cent, sign) of each of equally wide bins, ``zero`` and
+    ``marks`` are places from the left in per cent, None where 0 is outside.
+    """
+    own, others = np.asarray(means, float), np.asarray(trusted, float)
+    if not len(own):
+        return None
+    low, high = (float(end([*own, *others])) for end in (min, max))
+    if low == high:
+        low, high = low - 1.0, high + 1.0
+    edges: NDArray[Any] = np.linspace(low, high, _BINS + 1)
+    if low < 0 <= high:  # 0 is the border of two bins, so that no bar has rows of both signs
+        below = min(_BINS - 1, max(1, round(_BINS * -low / (high - low))))
+        edges = np.arange(-below, _BINS - below + 1) * max(-low / below, high / (_BINS - below))
+        # Rounding must not put the outermost rows outside.
+        edges[0], edges[-1] = min(edges[0], low), max(edges[-1], high)
+        low, high = float(edges[0]), float(edges[-1])
+    counts, _ = np.histogram(own, edges)
+    middles = (edges[:-1] + edges[1:]) / 2
+    most = int(counts.max())
+    return {
+        "low": low,
+        "high": high,
+        "rows": len(own),
+        "negative": int((own < 0).sum()),
+        "bars": [
+            (int(count), round(100 * int(count) / most, 1), "minus" if middle < 0 else "plus")
+            for count, middle in zip(counts, middles, strict=True)
+        ],
+        "zero": round(-100 * low / (high - low), 2) if low < 0 <= high else None,
+        "marks": [round(100 * float((x - low) / (high - low)), 2) for x in others],
+    }
 
 
 # --- tables ---------------------------------------------------------------------------------------
 
+_SPOKEN = {
+    "number": "numbers", "word": "words", "space": "spaces", BREAK: "line breaks",
+    FIRST: "first token of the answer", END: "end of the answer",
+}  # fmt: skip
 
-def _distributions(summary: ValueSummary) -> Section:
+
+def _kinds(summary: ValueSummary, meaning: Meaning) -> list[Section]:
+    if not summary.kinds:
+        return []
+    kinds = summary.kinds.values()
+    means = [one["sum"] / one["count"] for one in kinds]
+    unit = f" ({meaning.unit})" if meaning.unit else ""
+    columns: list[Column] = [
+        ("Kind", "words", [_SPOKEN.get(kind, kind) for kind in summary.kinds]),
+        ("Tokens", "number", [number(one["count"]) for one in kinds]),
+        (f"Mean value{unit}", "number", [number(mean, signed=True) for mean in means]),
+        ("Sum", "number", [number(one["sum"], signed=True) for one in kinds]),
+        ("Below zero", "number", [f"{one['negative'] / one['count']:.0%}" for one in kinds]),
+    ]
+    title = "Value by kind of token"
+    return [Section("kinds", title, html=table_html(columns, title))]
+
+
+def _distributions(summary: ValueSummary) -> list[Section]:
+    present, _ = _present(summary)
+    if len(present) < 2:
+        return []
     said = summary.components.values()
     columns: list[Column] = [
         ("Component", "words", [COMPONENTS[key][0] for key in summary.components]),
@@ -293,25 +227,8 @@ def _distributions(summary: ValueSummary) -> Section:
         ("Highest", "number", [number(one["maximum"], signed=True) for one in said]),
         ("Positive", "number", [f"{one['positive']:.0%}" for one in said]),
     ]
-    title = "Distributions"
-    return Section("distributions", title, html=table_html(columns, title))
-
-
-def _extremes(side: str, tokens: Sequence[TokenRank]) -> Section:
-    columns: list[Column] = [
-        ("Total", "number", [number(total, signed=True) for total, _, _ in tokens]),
-        ("In its context", "html", [_in_context(*token) for token in tokens]),
-        ("Where", "words", [f"{example.place}, token {at}" for _, example, at in tokens]),
-        ("Kept", "words", ["yes" if example.kept[at] else "no" for _, example, at in tokens]),
-    ]
-    title = f"{side} tokens"
-    return Section(side.lower(), title, html=table_html(columns, title))
-
-
-def _in_context(total: float, example: ScoredExample, position: int) -> str:
-    before, token, after = (escape(visible(text)) for text in _surroundings(example, position))
-    side = "plus" if total >= 0 else "minus"
-    return f'{before}<mark class="{side}">{token}</mark>{after}'
+    title = "Components"
+    return [Section("distributions", title, html=table_html(columns, title))]
 
 
 # --- examples -------------------------------------------------------------------------------------
@@ -332,7 +249,7 @@ def shown_examples(
             break
         room -= end - start
         left_out += len(example.tokens) - (end - start)
-        shown.append(shown_example(example, start, end, keys))
+        shown.append(shown_example(example, start, end, keys) | row_facts(example))
     return shown, left_out
 
 
@@ -349,22 +266,77 @@ def window(
     return start, min(length, start + most)
 
 
+def _end(row: RankedRow, keys: Sequence[str]) -> dict[str, Any]:
+    example = row[1]
+    start, end = window(example, _END_TOKENS, _END_TOKENS // 4)
+    return shown_example(example, start, end, keys) | row_facts(example)
+
+
+def row_facts(example: ScoredExample) -> dict[str, Any]:
+    """What rows are sorted by, and the line in their head that says it."""
+    totals = np.asarray(example.values["total"], float)[example.response]
+    if not len(totals):
+        return {"said": "no response token", "mean": None, "negative": None}
+    mean, negative = float(totals.mean()), float((totals < 0).mean())
+    said = [
+        f"mean {_three(mean, signed=True)}",
+        f"sum {_three(float(totals.sum()), signed=True)}",
+        f"{negative:.0%} below zero",
+        f"{len(totals)} token{'s'[: len(totals) != 1]}",
+    ]
+    facts: dict[str, Any] = {"mean": mean, "negative": negative}
+    if LOSS in example.values:
+        facts["mean_loss"] = mean_of(example, LOSS)
+        said.insert(2, f"loss {_three(facts['mean_loss'])}")
+    return facts | {"said": " \u00b7 ".join(said)}
+
+
+def _three(value: float, *, signed: bool = False) -> str:
+    """Three digits, also where the last ones are 0: numbers below each other look alike.
+
+    >>> _three(-2.0, signed=True), _three(85.04), _three(0.0), _three(2.5e-7)
+    ('−2.00', '85.0', '0', '2.50e-07')
+    """
+    if not 1e-3 <= abs(value) < 1e3:
+        return number(value, signed=signed)
+    text = f"{abs(value):#.3g}".rstrip(".")
+    return f"{'−' if value < 0 else '+' if signed else ''}{text}"
+
+
 def shown_example(
     example: ScoredExample, start: int, end: int, keys: Sequence[str]
 ) -> dict[str, Any]:
     """Tokens ``start`` to ``end`` of an example as the page's script reads them."""
     response = example.response[start:end]
-    return {
+    tokens = [visible(token) for token in example.tokens[start:end]]
+    shown = {
         "row": example.row,
         "place": example.place,
         "start": start,
         "length": len(example.tokens),
-        "tokens": [visible(token) for token in example.tokens[start:end]],
+        "tokens": tokens,
         "response": "".join("1" if flag else "0" for flag in response),
+        "briefs": _briefs(example, start, end),
         "kept": "".join("1" if flag else "0" for flag in example.kept[start:end]),
         # One number a response token; a prompt token has none.
-        "values": {
-            key: [float(f"{value:.4g}") for value in example.values[key][start:end][response]]
-            for key in keys
-        },
+        "values": {key: _rounded(example.values[key][start:end][response]) for key in keys},
     }
+    if LOSS in example.values:
+        shown["loss"] = _rounded(example.values[LOSS][start:end][response])
+    return shown
+
+
+def _rounded(values: Any) -> list[float]:
+    return [float(f"{value:.4g}") for value in values]
+
+
+def _briefs(example: ScoredExample, start: int, end: int) -> list[str]:
+    """One line for each stretch of the shown tokens that is no response."""
+    briefs, own = [], list[str]()
+    for token, flag in zip(example.tokens[start:end], example.response[start:end], strict=True):
+        if not flag:
+            own.append(token)
+        elif own:
+            briefs.append(brief_prompt(own))
+            own = []
+    return [visible(brief) for brief in [*briefs, *([brief_prompt(own)] if own else [])]]

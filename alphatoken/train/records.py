@@ -20,7 +20,9 @@ from torch import Tensor
 
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.loading import model_name, text_tokenizer
-from alphatoken.score.value_page import summarise, write_report
+from alphatoken.score.meaning import Meaning
+from alphatoken.score.summary import summarise
+from alphatoken.score.value_page import write_report
 from alphatoken.score.values import ScoredExample, Visits, read_values, write_values
 from alphatoken.support.devices import on_host
 from alphatoken.support.storage import read_json
@@ -39,6 +41,17 @@ from alphatoken.train.manifest import RESULTS, RUN
 from alphatoken.train.python_rows import plain_rows
 from alphatoken.train.trainer_loss import MicroBatch, undivided
 from alphatoken.values import TokenValues, derivative_notes
+
+_LEAD = (
+    "Blue: by its steps on this token the run lowered the validation loss, to first order. Orange: "
+    "it raised it. A value is step size times value, summed over the visits."
+)
+_RUN_UNIT = "step size times value"
+_SHOWN_OPTIONS = {
+    "policy": "Policy", "keep_ratio": "Share of the tokens to keep", "estimator": "Estimator",
+    "learning_rate": "Learning rate",
+}  # fmt: skip
+"""Options of a run that its page says in words."""
 
 REPORT = f"{RESULTS}/alphatoken-report.html"
 VALUES = f"{RESULTS}/values"
@@ -176,6 +189,7 @@ class RunRecords:
         self.monitor = TrainMonitor()
         self._ledger, self._unwritten = ValueLedger(), list[Callable[[], None]]()
         self.listener: Callable[[Tensor, Tensor], None] | None = None
+        self._named: tuple[Sequence[str], Any] | None = None
 
     @property
     def ledger(self) -> ValueLedger:
@@ -187,6 +201,30 @@ class RunRecords:
         unwritten, self._unwritten = self._unwritten, []
         for write in unwritten:
             write()
+
+    def name_rows(self, places: Sequence[str], rows: Any) -> None:
+        """Say where a person finds each training row.
+
+        Args:
+            places: such as ``train.jsonl, line 7``.
+            rows: the rows, one for each place, before they were prepared or packed.
+        """
+        self._named = places, rows
+
+    def _places(self, prepared: Any) -> dict[bytes, str]:
+        """Key of a document -> where a person finds the first row that holds it."""
+        if self._named is None:
+            return {}
+        places, rows = self._named
+        if "input_ids" not in rows.column_names:  # TRL makes tokens of pairs, and keeps their order
+            rows = prepared
+        if rows is None or len(rows) != len(places):
+            return {}
+        how, named = self._trainer.export_arguments(), dict[bytes, str]()
+        for place, row in zip(places, rows, strict=True):
+            for key, _ in row_documents(row, **how):
+                named.setdefault(key, place)
+        return named
 
     def micro_batch(self, batch: MicroBatch, values: TokenValues | None, weights: Tensor) -> None:
         """Write down what one micro-batch is trained with.
@@ -229,15 +267,26 @@ class RunRecords:
             return
         folder, data = Path(str(args.output_dir)), trainer.train_dataset
         rows = plain_rows(data) if hasattr(data, "__len__") else None
-        row_counts = export_values(whole, folder / VALUES, rows, **trainer.export_arguments())
+        places = self._places(rows)
+        row_counts = export_values(
+            whole, folder / VALUES, rows, places=places, **trainer.export_arguments()
+        )
         tokenizer = text_tokenizer(trainer.processing_class)
         # A plain trainer may have no tokenizer.
         texts = None if tokenizer is None else partial(token_texts, tokenizer)
         losses = (log["loss"] for log in reversed(trainer.state.log_history) if "loss" in log)
         last = next((f"{loss:.4g}" for loss in losses), "")
-        facts = {"model_name_or_path": model_name(trainer.model), "last_loss": last}
+        facts = {
+            "Model": Path(model_name(trainer.model)).name,
+            "Training loss of the last log": last,
+        }
         shown = {name: text for name, text in facts.items() if text}
         notes = derivative_notes(derivatives)
+        if not places:
+            notes.append(
+                "A row number counts the training rows from 0, without those that were left out or "
+                "held out: it is no line of a file."
+            )
         page = write_run_report(folder, texts, None if rows is None else row_counts, shown, notes)
         print(*notes, f"values and report, which quote training rows: {page.parent}", sep="\n")
 
@@ -260,6 +309,7 @@ def export_values(
     folder: str | Path,
     rows: Iterable[Mapping[str, Any]] | None = None,
     *,
+    places: Mapping[bytes, str] | None = None,
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
 ) -> tuple[int, int]:
@@ -274,6 +324,7 @@ def export_values(
         rows: rows of the training set as the trainer prepared it (see
             :func:`~alphatoken.train.ledger.row_documents`); read once. With it documents are
             ordered by row, and each names the rows that hold it.
+        places: key of a document -> where a person finds it; others are called by row number.
         max_length: of preference pairs, as the trainer cut them.
         truncation_mode: TRL's.
 
@@ -296,11 +347,13 @@ def export_values(
         visited_rows += bool(documents)
         other_rows += not documents
     folder.mkdir(parents=True, exist_ok=True)
-    write_values(folder / "part-00000.parquet", _examples(ledger, holders))
+    write_values(folder / "part-00000.parquet", _examples(ledger, holders, places or {}))
     return visited_rows, other_rows
 
 
-def _examples(ledger: ValueLedger, holders: Mapping[bytes, list[int]]) -> Iterator[ScoredExample]:
+def _examples(
+    ledger: ValueLedger, holders: Mapping[bytes, list[int]], places: Mapping[bytes, str]
+) -> Iterator[ScoredExample]:
     """Documents by their first row and branch, those in no row last, else as first visited."""
 
     def order(key: bytes) -> tuple[bool, int, int]:
@@ -308,16 +361,17 @@ def _examples(ledger: ValueLedger, holders: Mapping[bytes, list[int]]) -> Iterat
         return not rows, rows[0] if rows else 0, ledger.documents[key].branch if rows else 0
 
     for number, key in enumerate(sorted(ledger.documents, key=order)):
-        yield _example(number, key, ledger.documents[key], holders.get(key, []))
+        rows = holders.get(key, [])
+        place = places.get(key) or (f"row {rows[0]}" if rows else f"document {key.hex()[:8]}")
+        yield _example(number, place, ledger.documents[key], rows)
 
 
-def _example(number: int, key: bytes, entry: DocumentValues, rows: list[int]) -> ScoredExample:
+def _example(number: int, place: str, entry: DocumentValues, rows: list[int]) -> ScoredExample:
     def spread(column: Any, kind: Any = np.float64) -> Any:
         whole: Any = np.zeros(len(entry.ids), kind)
         whole[entry.positions] = column
         return whole
 
-    place = f"row {rows[0]}" if rows else f"document {key.hex()[:8]}"
     branch = BRANCHES[entry.branch]
     visits = f"{entry.visits} visit{'s'[: entry.visits != 1]}"
     labels = np.full(len(entry.ids), IGNORE)
@@ -350,26 +404,28 @@ def write_run_report(
         folder: the run's ``output_dir``, with the files of :func:`export_values` in ``VALUES``.
         texts: token ids -> the text of each; without it tokens are shown by their numbers.
         rows: training rows that were seen, and those that were not; None for a stream.
-        facts: more of the run, shown before its options.
+        facts: more of the run, in words, shown before its options.
         notes: sentences about the values.
 
     Raises:
         DataError: a value file cannot be read, or the page could not be written.
     """
     folder = Path(folder)
-    notes = [f"Values are {UNIT}; stability counts with its lambda.", *notes]
+    options = (read_json(folder / RUN) or {}).get("options", {})
+    summary = summarise(read_values(folder / VALUES), texts=texts or _numbers)
+    about = dict(facts or {})
     if rows is not None:
-        notes.append(
-            f"{rows[0]:,} of {sum(rows):,} training rows were seen. A row number counts the "
-            "training rows from 0, without those that were left out or held out: it is no line of "
-            "the file."
-        )
+        about["Rows"] = f"{rows[0]:,} of {sum(rows):,} training rows were seen"
+    about |= {title: options[name] for name, title in _SHOWN_OPTIONS.items() if options.get(name)}
     return write_report(
         folder / REPORT,
-        summarise(read_values(folder / VALUES), texts=texts or _numbers),
+        summary,
         title=f"Values of the run {folder.resolve().name}",
-        settings={**(facts or {}), **(read_json(folder / RUN) or {}).get("options", {})},
-        notes=notes,
+        meaning=Meaning(_LEAD, _RUN_UNIT),
+        selection=summary.kept_tokens < summary.response_tokens,
+        about=about,
+        settings=options,
+        notes=[f"Values are {UNIT}; stability counts with its lambda.", *notes],
     )
 
 

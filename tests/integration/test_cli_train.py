@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -502,12 +503,19 @@ def test_a_run_in_this_process(model: Path, tmp_path: Path, in_process: Callable
     shares = [e["alpha/kept_share"] for e in state["log_history"] if "alpha/kept_share" in e]
     assert shares == pytest.approx([1.0] * len(shares), abs=0.05)  # of the packaged recipe
     assert list((tmp_path / "fisher").glob("*.safetensors"))  # fitted once, beside the run
-    table = read_values(tmp_path / "out" / "_alphatoken" / "values")
+    table = list(read_values(tmp_path / "out" / "_alphatoken" / "values"))
     assert sum(one.visits.count for one in table if one.visits) == 8
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    # Lines of the file, though some of its rows are drawn for validation.
+    for one in table:
+        line = int(re.fullmatch(r"train.jsonl, line (\d+) \(\d visits?\)", one.place)[1])  # type: ignore[index]
+        word = str(line - 1) if str(line - 1) in tokenizer.get_vocab() else "<unknown>"
+        assert f" {word} {word} <end>" in tokenizer.decode(one.ids)
     assert "values and report, which quote training rows: " in said.out
     page = (tmp_path / "out" / "_alphatoken" / "alphatoken-report.html").read_text()
-    assert "<li><b>model</b><span>model</span></li>" in page  # that the run began with
-    assert f"<b>{losses[-1]:.4g}</b><span>training loss of the last log</span>" in page
+    assert '<th scope="row">Model</th><td>model</td>' in page  # that the run began with
+    last = '<th scope="row">Training loss of the last log</th>'
+    assert f"{last}<td>{losses[-1]:.4g}</td>" in page
     card = (tmp_path / "out" / "README.md").read_text()
     assert "fine-tuned version of `model`" in card
     assert "None" not in card

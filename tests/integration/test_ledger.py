@@ -419,6 +419,38 @@ def test_trl_sft_batches_are_found_in_the_data_set(
     }
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_document_has_the_place_of_its_row_in_the_file(packed: bool, tmp_path: Path) -> None:
+    """Also in a packed row; of two equal rows that of the first; pairs by their order."""
+    handed = Dataset.from_list([*text_rows(9), *text_rows(9)[2:4]])
+    places = [f"train.jsonl, line {2 * n}" for n in range(11)]
+    rows = list(pack_dataset(handed, seq_length=20, strategy="bfd")) if packed else list(handed)
+    trainer: Any = SimpleNamespace(export_arguments=dict)
+    run = records.RunRecords(trainer)
+    assert run._places(rows) == {}, "in Python no row has a line"
+    run.name_rows(places, handed)
+    due = {}
+    for place, row in list(zip(places, handed, strict=True))[::-1]:
+        due |= {key: place for key, _ in row_documents(row)}
+    assert run._places(rows) == due
+    assert len(due) == 9
+    ledger = ValueLedger()
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=packed)(rows)
+    one_visit(ledger, batch, batch["labels"])
+    named = exported(ledger, tmp_path, rows, places=run._places(rows))
+    assert {one.place.removesuffix(" (1 visit)").removesuffix(" (2 visits)") for one in named} == {
+        *due.values()
+    }
+
+
+def test_pairs_have_the_places_of_the_prepared_rows() -> None:
+    pairs = [{"prompt_ids": [0], "chosen_ids": [1, n], "rejected_ids": [2, n]} for n in range(3)]
+    run = records.RunRecords(SimpleNamespace(export_arguments=dict))  # type: ignore[arg-type]
+    run.name_rows(["a", "b", "c"], Dataset.from_list([{"prompt": "x"}] * 3))
+    assert [*run._places(pairs).values()] == ["a", "a", "b", "b", "c", "c"]
+    assert run._places(pairs[:2]) == {}, "TRL left a pair out: no order tells which"
+
+
 @pytest.mark.parametrize("truncation", ["keep_start", "keep_end"])
 def test_trl_preference_batches_are_found_in_the_data_set(truncation: str, tmp_path: Path) -> None:
     rows = [

@@ -16,6 +16,7 @@ from alphatoken.score.queries import encode_queries, query_rows, read_as
 from tests.integration.browser import opened
 from tests.integration.small_world import World, make_tokenizer
 from tests.integration.test_cli import load, same
+from tests.integration.test_report import channels
 from tests.rows import jsonl
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
@@ -185,9 +186,11 @@ def test_browser_draws_the_rows_of_each_query(paged: Path, tmp_path: Path) -> No
             due = sum(example["response"].count("1") for example in one["examples"])
             assert browser.evaluate(f"{tokens}.length") == due
             values = [v for e in one["examples"] for v in e["values"][one["component"]["key"]]]
-            colours = browser.evaluate(f"[...{tokens}].map(t => t.style.backgroundColor)")
+            colours = browser.evaluate(
+                f"[...{tokens}].map(t => getComputedStyle(t).backgroundColor)"
+            )
             for colour, value in zip(colours, values, strict=True):
-                red, _, blue = map(int, re.findall(r"\d+", colour or "rgb(255, 255, 255)"))
+                red, _, blue = channels(colour)
                 assert (blue >= red) if value > 0 else (red >= blue)
         assert browser.evaluate("document.querySelectorAll('.kept, .dropped').length") == 0
         browser.evaluate("document.querySelector('.tok').focus()")

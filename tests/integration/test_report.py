@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +24,11 @@ from alphatoken.score import (
     write_report,
     write_values,
 )
+from alphatoken.score.meaning import Meaning, meaning_of
 from alphatoken.score.page import script_safe
-from alphatoken.score.value_page import MOST_TOKENS, setting_tiles, shown_examples
-from alphatoken.score.values import visible
+from alphatoken.score.token_kinds import page_kinds
+from alphatoken.score.value_page import MOST_TOKENS, full_scale, row_histogram, shown_examples
+from alphatoken.score.values import LOSS, visible
 from tests.integration.browser import Browser, opened
 from tests.integration.test_diagnose_page import HOSTILE as TEXTS
 from tests.integration.test_diagnose_page import Page
@@ -59,6 +62,34 @@ def example(row: int, tokens: tuple[str, ...], *, seed: int, split: bool = True)
         kept=(values["total"] > 0) & (np.arange(length) > 0),
         values=values,
     )
+
+
+def chat(
+    row: int, prompt: tuple[str, ...], answer: tuple[str, ...], *totals: float
+) -> ScoredExample:
+    """A row whose answer has these values along a walk, and a loss of 1 before it."""
+    size, zeros = len(prompt) + len(answer), [0.0] * len(prompt)
+    values = np.array([*zeros, *totals])
+    return ScoredExample(
+        row=row,
+        place=f"chats.jsonl, line {row + 1}",
+        tokens=[*prompt, *answer],
+        ids=list(range(size)),
+        labels=[-100] * len(prompt) + list(range(len(answer))),
+        kept=values > 0,
+        values={"total": values, LOSS: np.array([*zeros, *(1.0 for _ in answer)])},
+    )
+
+
+PROMPT = ("<|im_start|>", "user", "\n", "Say", " it", "<|im_end|>", "<|im_start|>", "assistant\n")
+
+
+def chats() -> list[ScoredExample]:
+    """Nine rows of mean value -4, -3, ..., 4."""
+    return [
+        chat(row, PROMPT, ("It", " 5", ",", "\n", "<|im_end|>"), *(row - 4.0,) * 5)
+        for row in range(9)
+    ]
 
 
 def many(count: int, length: int = 30) -> list[ScoredExample]:
@@ -128,6 +159,53 @@ def test_long_sequences_and_many_are_capped() -> None:
     assert 300 < len(several) < 600
 
 
+def test_rows_of_either_end_and_the_kinds_of_all_tokens() -> None:
+    """Each kind counts what its words and its place say; none of few rows is at both ends."""
+    summary = summarise(chats())
+    assert sorted(summary.row_means) == list(range(-4, 5))
+    assert [mean for mean, _ in summary.lowest_rows] == [-4, -3, -2]
+    assert [one.row for _, one in summary.highest_rows] == [8, 7, 6]
+    due = {"number", "punctuation", "line break", "first token", "end"}
+    assert summary.kinds == {kind: {"count": 9, "sum": 0.0, "negative": 4} for kind in due}
+    few = summarise(chats()[:4])
+    assert [mean for mean, _ in few.lowest_rows] == [-4, -3]
+    assert [mean for mean, _ in few.highest_rows] == [-1, -2]
+    one = chat(0, (), ("a", " cat", "<|im_end|>"), 1.0, 1.0, 1.0)
+    assert page_kinds(one, lambda place: one.tokens[place]) == ["first token", "end"]
+    ids = [[token] for token in one.ids]
+    bare = replace(one, tokens=[])
+    asked: list[list[int]] = []
+
+    def texts(tokens: Any) -> list[str]:
+        asked.append(list(tokens))
+        return [one.tokens[token] for token in tokens]
+
+    kinds = summarise([bare, bare, bare], texts=texts).kinds
+    assert kinds["end"]["count"] == 3
+    assert [own for own in asked if len(own) == 1] == ids[1:], "each token is written once"
+
+
+def test_a_histogram_parts_the_signs_and_marks_the_trusted_rows() -> None:
+    drawn = row_histogram([-3.0, -0.01, 0.02, 1.0, 1.0], [0.0, 2.0])
+    assert drawn is not None
+    assert (drawn["rows"], drawn["negative"]) == (5, 2)
+    assert sum(count for count, _, side in drawn["bars"] if side == "minus") == 2
+    assert sum(count for count, _, side in drawn["bars"] if side == "plus") == 3
+    assert drawn["marks"][0] == drawn["zero"]
+    assert drawn["low"] <= -3 < 2 <= drawn["high"]
+    assert max(height for _, height, _ in drawn["bars"]) == 100
+    assert row_histogram([]) is None
+    flat = row_histogram([2.0, 2.0])
+    assert flat is not None
+    assert sum(count for count, _, _ in flat["bars"]) == 2
+
+
+def test_a_colour_is_full_where_nearly_all_values_are_smaller() -> None:
+    assert full_scale([[0.001234] * 99, [-50.0]]) == 0.0013
+    assert full_scale([[0.0] * 99, [3.0]]) == 3.0
+    assert full_scale([[0.0], []]) == 0.0
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -194,7 +272,7 @@ def test_page_of_hundreds_of_sequences_stays_small(tmp_path: Path) -> None:
     summary = summarise(many(500, 120), sample=400)
     path = write_report(tmp_path / "r.html", summary)
     assert path.stat().st_size < 1_500_000
-    assert f"of {summary.sequences} sequences are shown" in path.read_text(encoding="utf-8")
+    assert f"of {summary.sequences} rows are shown" in path.read_text(encoding="utf-8")
 
 
 def test_old_page_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,10 +296,12 @@ def test_old_page_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     examples = [*many(12, 80), example(99, HOSTILE, seed=7)]
     summary = summarise(examples)
+    summary.lowest_rows, summary.highest_rows = [], []  # of which the other page is
     return write_report(
         tmp_path_factory.mktemp("report") / "report.html",
         summary,
         title="Token values of <train>.jsonl",
+        selection=True,
         settings={"estimator": "alphatoken", "layers": 3, "model_name_or_path": "m" * 200},
         notes=["The retention term is exactly zero at step 0."],
     )
@@ -233,7 +313,16 @@ def browser(report: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield page
 
 
-COLOURS = "[...document.querySelectorAll('.tok')].map(t => t.style.backgroundColor)"
+COLOURS = (
+    "[...document.querySelectorAll('#examples .tok')].sort((a, b) => a.view - b.view)"
+    ".map(t => getComputedStyle(t).backgroundColor)"
+)
+
+
+def channels(colour: str, paper: int = 255) -> tuple[float, ...]:
+    """Red, green and blue of a computed colour on paper."""
+    *rgb, alpha = [*map(float, re.findall(r"[0-9.]+", colour)), 1.0][:4]
+    return tuple(alpha * own + (1 - alpha) * paper for own in rgb)
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -248,8 +337,8 @@ def test_browser_draws_every_response_token(browser: Browser, tmp_path: Path) ->
         browser.evaluate("document.querySelectorAll('.tok').length") == 12 * 79 + len(HOSTILE) - 1
     )
     last = browser.evaluate(
-        "[...[...document.querySelectorAll('.text')].at(-1).querySelectorAll('.tok')]"
-        ".map(t => t.textContent)"
+        "[...[...document.querySelectorAll('.example')].find(e => e.ariaLabel.endsWith('100'))"
+        ".querySelectorAll('.tok')].map(t => t.textContent)"
     )
     assert last == [visible(token) for token in HOSTILE[1:]]
     assert browser.evaluate("document.title") == "Token values of <train>.jsonl"
@@ -264,13 +353,24 @@ def test_browser_colours_follow_sign_size_and_component(browser: Browser) -> Non
     before = browser.evaluate(COLOURS)
     values = [v for one in data["examples"] for v in one["values"]["total"]]
     for colour, value in zip(before, values, strict=True):
-        red, _, blue = map(int, re.findall(r"\d+", colour))
+        red, _, blue = channels(colour)
         # Equal (white) only where the value is too small for one step of colour.
         assert (blue >= red) if value > 0 else (red >= blue), (colour, value)
         assert blue != red or abs(value) < 0.05, (colour, value)
+    full = data["scales"]["total"]
+    far = [colour for colour, value in zip(before, values, strict=True) if abs(value) >= full]
+    assert 0 < len(far) < len(values) / 40, "one scale for all rows"
+    assert {*far} == {"rgb(76, 154, 222)", "rgb(240, 150, 55)"}
+    ends = browser.evaluate("document.querySelector('.bar .scale').textContent")
+    assert f"\u2212{full:g} or less" in ends
+    assert f"+{full:g} or more" in ends
+    browser.evaluate("document.getElementById('by-row').click()")
     first = np.array(data["examples"][0]["values"]["total"])
-    strongest = int(np.abs(first).argmax())
-    assert before[strongest] in ("rgb(76, 154, 222)", "rgb(240, 150, 55)")
+    strongest = browser.evaluate(COLOURS)[int(np.abs(first).argmax())]
+    assert strongest in ("rgb(76, 154, 222)", "rgb(240, 150, 55)")
+    assert "highest" in browser.evaluate("document.querySelector('.bar .scale').textContent")
+    browser.evaluate("document.getElementById('by-row').click()")
+    assert browser.evaluate(COLOURS) == before
     browser.evaluate("document.getElementById('c-adaptation_causal').click()")
     after = browser.evaluate(COLOURS)
     assert sum(a != b for a, b in zip(before, after, strict=True)) > len(before) / 2
@@ -281,22 +381,36 @@ def test_browser_colours_follow_sign_size_and_component(browser: Browser) -> Non
 
 def test_browser_text_keeps_contrast_on_every_colour(browser: Browser) -> None:
     """WCAG contrast of token text on its background, at least 4.5 everywhere."""
+    for light, paper in (("light", (255, 255, 255)), ("dark", (20, 24, 29))):
+        chosen = {"name": "prefers-color-scheme", "value": light}
+        browser.send("Emulation.setEmulatedMedia", features=[chosen])
+        try:
+            back = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert channels(back) == paper
+            _require_contrast(browser, paper)
+        finally:
+            browser.send("Emulation.setEmulatedMedia", features=[])
 
+
+def _require_contrast(browser: Browser, paper: tuple[int, ...]) -> None:
     def luminance(rgb: list[float]) -> float:
         parts = [c / 255 for c in rgb]
         linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
         return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
 
-    ink = luminance([0x11, 0x11, 0x11])
+    letters = browser.evaluate("getComputedStyle(document.querySelector('.tok')).color")
+    ink = luminance(list(channels(letters)))
     for colour in set(browser.evaluate(COLOURS)):
-        background = luminance([float(c) for c in re.findall(r"\d+", colour)])
-        assert (background + 0.05) / (ink + 0.05) > 4.5, colour
+        mixed = [channels(colour, own)[n] for n, own in enumerate(paper)]
+        darker, lighter = sorted((luminance(mixed), ink))
+        assert (lighter + 0.05) / (darker + 0.05) > 4.5, colour
 
 
 def test_browser_tooltip_by_mouse_and_keyboard(browser: Browser) -> None:
     place = browser.evaluate(
         "(() => { document.querySelector('.example').scrollIntoView();"
-        " const box = document.querySelectorAll('.tok')[3].getClientRects()[0];"
+        " const box = [...document.querySelectorAll('.tok')].find(t => t.textContent === ' word4')"
+        ".getClientRects()[0];"
         " return [box.left + 3, box.top + 3]; })()"
     )
     browser.move_to(*place)
@@ -329,29 +443,6 @@ def test_browser_narrow_screen_has_no_sideways_scroll(browser: Browser, tmp_path
         browser.resize(1200, 900)
 
 
-def test_browser_strikes_dropped_tokens_through(browser: Browser) -> None:
-    line = "getComputedStyle(document.querySelector('.tok.{}')).textDecorationLine"
-    assert browser.evaluate(line.format("dropped")) == "line-through"
-    assert browser.evaluate(line.format("kept")) == "none"
-    assert browser.evaluate(line.format("blank")) == "none"  # a line break alone
-
-
-def test_the_top_of_a_page_says_what_was_valued() -> None:
-    """Layers play no part where all parameters are valued, and neither does along a walk."""
-
-    def tiles(**settings: object) -> dict[str, str]:
-        shown = setting_tiles({"layers": "3", "parameters": "linears", **settings})
-        return {meaning: text for text, meaning in shown}
-
-    assert tiles(estimator="alphatoken") == {"estimator": "alphatoken", "layers scored": "3"}
-    assert tiles(parameters="all", policy="top") == {
-        "policy": "top",
-        "parameters valued": "all",
-    }
-    assert tiles(estimator="walk") == {"estimator": "walk"}
-    assert tiles(model_name_or_path="models/small")["model"] == "small"
-
-
 def test_a_page_without_stability_shows_one_of_total_and_adaptation(tmp_path: Path) -> None:
     own = example(0, (" a", " b", " c"), seed=0)
     still = {k: np.zeros_like(v) if "stability" in k else v for k, v in own.values.items()}
@@ -366,16 +457,102 @@ def test_a_page_without_stability_shows_one_of_total_and_adaptation(tmp_path: Pa
     )
 
 
-def test_browser_colours_stand_on_dim_paper_in_the_dark(browser: Browser, report: Path) -> None:
+# --- the page of chats ----------------------------------------------------------------------------
+
+WALK = Meaning("Blue: the loss falls.", "nats", after="after the walk")
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    folder = tmp_path_factory.mktemp("walked")
+    page = write_report(folder / "p.html", summarise(chats()), meaning=WALK, trusted=[2.0, 3.0])
+    with opened(page, folder / "profile") as browser:
+        yield browser
+
+
+PLACES = (
+    "[...document.querySelectorAll('#examples .example')].map(e => e.ariaLabel.split(' ').at(-1))"
+)
+
+
+def test_browser_shows_the_ends_first_and_sorts_the_rows(walked: Browser) -> None:
+    ends = "[...document.querySelectorAll('#{} .example')].map(e => e.ariaLabel)"
+    for side, lines in (("lowest", (1, 2, 3)), ("highest", (9, 8, 7))):
+        shown = walked.evaluate(ends.format(side))
+        assert shown == [f"chats.jsonl, line {line}" for line in lines]
+    assert walked.evaluate(PLACES) == [str(line) for line in range(1, 10)]
+    walked.evaluate("document.getElementById('o-negative').click()")
+    assert walked.evaluate(PLACES)[:4] == ["1", "2", "3", "4"], "all of their tokens are below 0"
+    for column in ("row", "mean_loss"):  # equal losses stay in the order of the file
+        walked.evaluate(f"document.getElementById('o-{column}').click()")
+        assert walked.evaluate(PLACES) == [str(line) for line in range(1, 10)]
+    said = walked.evaluate("document.querySelector('#lowest h4').textContent")
+    assert "mean \u22124.00 \u00b7 sum \u221220.0 \u00b7 loss 1.00 \u00b7 100% below zero" in said
+    picture = walked.evaluate("document.querySelector('.bars').getAttribute('aria-label')")
+    assert picture.startswith("From \u22124 to 4; rows from left to right: 1, 1, ")
+    assert walked.evaluate("document.querySelectorAll('.axis i').length") == 2
+
+
+def test_browser_folds_prompts_to_a_line_without_its_template(walked: Browser) -> None:
+    fold = "document.querySelector('#examples details.prompt')"
+    assert walked.evaluate(f"{fold}.querySelector('summary').textContent") == "Say it"
+    assert walked.evaluate(f"{fold}.open") is False
+    whole = walked.evaluate(f"{fold}.querySelector('div').textContent")
+    assert whole == "".join(map(visible, PROMPT))
+    walked.evaluate(f"{fold}.querySelector('summary').click()")
+    assert walked.evaluate(f"{fold}.open") is True
+
+
+def test_browser_says_unit_rank_loss_and_probability(walked: Browser) -> None:
+    walked.evaluate("document.querySelector('#highest .tok').click()")
+    told = walked.evaluate(
+        "[...document.querySelectorAll('#tip tr')].map(r => [...r.cells].map(c => c.textContent))"
+    )
+    assert told == [
+        ["value", "+4 nats"],
+        ["rank", "above 89\u00a0% of the tokens"],
+        ["before", "loss 1, probability 37\u00a0%"],
+        ["after the walk", "loss \u22123, probability 100\u00a0%"],
+    ]
+
+
+def test_no_selection_is_shown_that_was_not_asked_for(walked: Browser, browser: Browser) -> None:
+    marked = "document.querySelectorAll('.kept, .dropped, #selection').length"
+    assert walked.evaluate(marked) == 0
+    faded = "getComputedStyle(document.querySelector('.tok.dropped')).opacity"
+    line = "getComputedStyle(document.querySelector('.tok.dropped')).textDecorationLine"
+    assert browser.evaluate(faded) == "1"
+    browser.evaluate("document.getElementById('selection').click()")
+    assert browser.evaluate(faded) == "0.3"
+    assert browser.evaluate(line) == "none"
+    browser.evaluate("document.getElementById('selection').click()")
+
+
+def test_browser_prints_on_white_from_the_dark(walked: Browser) -> None:
     dark = {"name": "prefers-color-scheme", "value": "dark"}
-    back = "getComputedStyle(document.querySelector('.example')).backgroundColor"
-    assert browser.evaluate(back) == "rgb(255, 255, 255)"
-    browser.send("Emulation.setEmulatedMedia", features=[dark])
-    browser.open(report)
+    walked.send("Emulation.setEmulatedMedia", media="print", features=[dark])
     try:
-        assert browser.evaluate(back) == "rgb(213, 218, 222)"
-        assert "rgb(255, 255, 255)" not in browser.evaluate(COLOURS)
-        test_browser_text_keeps_contrast_on_every_colour(browser)
+        back = walked.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert back == "rgb(255, 255, 255)"
+        assert "240, 150, 55" in walked.evaluate(COLOURS)[0]
     finally:
-        browser.send("Emulation.setEmulatedMedia", features=[])
-        browser.open(report)
+        walked.send("Emulation.setEmulatedMedia", media="", features=[])
+
+
+def test_a_sentence_says_what_the_values_of_a_run_are() -> None:
+    walk = {"estimator": "walk", "walk_steps": 24, "walk_learning_rate": None}
+    said = meaning_of(walk, "the 8 trusted rows")
+    assert "takes 24 AdamW steps of rate 5e-05 on the 8 trusted rows. Orange: it" in said.lead
+    assert (said.unit, said.rate, said.after) == ("nats", None, "after the walk")
+    assert meaning_of(walk | {"walk_form": "central"}, "").after == ""
+    other = meaning_of(walk | {"reference": "there"}, "")
+    assert "under the reference model" in other.lead
+    exact = meaning_of({"estimator": "label", "parameters": "all"}, "the 8 trusted rows")
+    assert "lowers the mean loss of the 8 trusted rows, by 5e-05 times the value" in exact.lead
+    assert (exact.unit, exact.rate) == ("nats per unit of step", 5e-5)
+    paper = {"estimator": "alphatoken", "layers": 3, "fisher_file": "f", "stability_weight": 1.5}
+    both = meaning_of(paper, "the 8 trusted rows").lead
+    assert "plus 1.5 times the drift" in both
+    assert "The paper's estimator approximates this on the linears of the last 3 layers" in both
+    alone = meaning_of(paper | {"objective": "stability"}, "").lead
+    assert "lowers the drift from what the model was" in alone

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from alphatoken.cli import main
+from alphatoken.score import read_values
 from tests.integration import tiny_training as tiny
 
 
@@ -37,3 +39,29 @@ def test_a_walk_of_the_models_own_and_its_options(
     words = ["--reference", str(models / "after"), "--output_dir", str(tmp_path / "no")]
     assert main([*alone, *words, "--value", "exact"]) != 0
     assert "--value walk alone" in capsys.readouterr().err
+
+
+def test_the_page_marks_the_rows_that_the_walk_was_taken_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their values are kept beside those of the others, so that a page is written again alike."""
+    models = tiny.saved(tmp_path / "models", 24)
+    words = ["score", "--train_file", str(models / "rows.jsonl"), "--quiet", "--walk_steps", "2"]
+    words += ["--model_name_or_path", str(models / "model"), "--validation_rows", "8"]
+    words += ["--estimator", "walk", "--output_dir", str(tmp_path / "out"), "--max_length", "20"]
+    assert main(words) == 0
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    trusted = list(read_values(tmp_path / "out" / "trusted"))
+    assert page.count('<i style="left') == len(trusted) == 8
+    means = [float(one.values["total"][one.response].mean()) for one in trusted]
+    assert len(set(means)) > 1
+    assert (
+        "Blue: the loss of this token falls, by so many nats, when the model takes 2 AdamW" in page
+    )
+    assert re.search(r"\d+ of \d+ rows were longer than 20 tokens: \d+ tokens? cut\.", page)
+    assert 'id="selection"' not in page
+    monkeypatch.setattr("alphatoken.estimate.walk.walk", None)  # no walk is taken again
+    assert main([*words, "--resume", "--keep_ratio", "0.5"]) == 0
+    again = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert again.count('<i style="left') == 8
+    assert 'id="selection"' in again, "it was asked for"

@@ -15,6 +15,7 @@ from tests.property import (
 from tests.property import test_diagnose_arithmetic as tests
 from tests.property import test_diagnose_data as verdicts
 from tests.property import test_presets as presets
+from tests.property import test_value_page as value_page
 from tests.property.decoder import DecoderConfig
 from tests.property.mutation import claim, row
 
@@ -68,6 +69,14 @@ MARKED = claim(
 QUERIES = claim(test_queries.test_each_query_has_the_values_that_it_has_alone, examples=1)
 
 
+ENDS = claim(value_page.test_the_rows_at_either_end, value_page.ROWS, examples=150)
+KINDS = claim(value_page.test_values_by_kind_of_token, value_page.ROWS, examples=150)
+MARKS = claim(
+    value_page.test_marks_are_of_whole_intervals,
+    st.lists(st.integers(-20, 20), min_size=3, max_size=3),
+    examples=150,
+)
+
 CORPORA = (
     row("queries-exchanged", QUERIES,
         "the values against the last query are those of the first one",
@@ -85,6 +94,21 @@ CORPORA = (
         "of rows of equal value the last ones are kept",
         ("score.results._ranked",
          'np.argsort(-values, kind="stable")', 'np.argsort(values, kind="stable")[::-1]')),
+    row("rows-at-the-ends-by-their-sum", ENDS,
+        "the rows that a page shows first are those of lowest and highest sum",
+        ("score.summary.mean_of", "own.mean()", "own.sum()")),
+    row("the-first-row-at-both-ends", ENDS,
+        "a row is shown as one of the lowest and of the highest",
+        ("score.summary._part_ends", "len(summary.row_means) // 2", "len(summary.row_means)")),
+    row("ends-of-answers-are-words", KINDS,
+        "the end of an answer counts as what its text says",
+        ("score.token_kinds.page_kinds", "own[-1] = END", "pass")),
+    row("first-tokens-are-words", KINDS,
+        "the first token of an answer counts as what its text says",
+        ("score.token_kinds.page_kinds", "own[0] = FIRST", "pass")),
+    row("a-mark-by-the-number-alone", MARKS,
+        "a diagnosis is good whose interval reaches far below",
+        ("diagnose.diagnosis.graded", "estimate.low >= _CLEAR", "estimate.value >= _CLEAR")),
     row("rows-counted-from-the-mark", PLACES,
         "the rows between the mark and the first that is asked for are not passed over",
         ("data.source._read_lines", "if index >= start:", "if index >= 0:")),
