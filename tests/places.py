@@ -22,9 +22,10 @@ def tiered(
 
 
 def models_folder() -> Path:
-    """``$ALPHATOKEN_MODELS``, which checkouts may share, or ``models`` beside the tests."""
-    shared = os.environ.get("ALPHATOKEN_MODELS")
-    return Path(shared).absolute() if shared else Path(__file__).parents[1] / "models"
+    """Where the library looks for models, too; absolute."""
+    from alphatoken.demo import models
+
+    return models.models_folder().absolute()
 
 
 def data_folder() -> Path:

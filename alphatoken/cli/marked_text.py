@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, TextIO
+from typing import Any
 
-from alphatoken.data.texts import BROKEN, text_groups
-
-OPEN, CLOSE = "\u27e6", "\u27e7"
-"""Around text that is trained on, where there are no colours."""
+from alphatoken.support.terminal import CLOSE, OPEN, painted, visible
+from alphatoken.support.token_texts import BROKEN, text_groups
 
 _DIM, _ONE, _LESS, _MORE, _NEGATIVE = "2", "1;32", "33", "1;35", "1;31"
-# Marks that turn the direction of the text around them.
-_TURNING = "\u202a-\u202e\u2066-\u2069"
-_HIDDEN = re.compile(rf"[\x00-\x1f\x7f-\x9f\u2028\u2029{_TURNING}]")
 
 Weights = tuple[float, ...]
 """Weights of the tokens that a piece of text is made of, each once; () for untrained text."""
-
-
-def has_colour(stream: TextIO, choice: str = "auto") -> bool:
-    """True if text written to the stream is coloured; "auto" follows terminal and NO_COLOR."""
-    if choice != "auto":
-        return choice == "always"
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return stream.isatty() and not plain
 
 
 def marked_text(
@@ -60,9 +45,9 @@ def _pieces(
 def _span(weights: Weights, text: str, colour: bool) -> str:
     factor = "" if weights in ((), (1.0,)) else "\u00d7" + "|".join(f"{w:g}" for w in weights)
     if not colour:
-        text = _visible(re.sub(f"[{OPEN}{CLOSE}]", r"\\\g<0>", text))
+        text = visible(re.sub(f"[{OPEN}{CLOSE}]", r"\\\g<0>", text))
         return f"{OPEN}{text}{CLOSE}{factor}" if weights else text
-    return _painted(_visible(text), _code(weights)) + (_painted(factor, _DIM) if factor else "")
+    return painted(visible(text), _code(weights)) + (painted(factor, _DIM) if factor else "")
 
 
 def _code(weights: Weights) -> str:
@@ -71,21 +56,3 @@ def _code(weights: Weights) -> str:
     if min(weights) < 0:
         return _NEGATIVE
     return _ONE if weights == (1.0,) else _MORE if max(weights) > 1 else _LESS
-
-
-def _painted(text: str, code: str) -> str:
-    # Line by line, since a pager forgets a colour at the end of a line.
-    return "\n".join(f"\x1b[{code}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
-
-
-def _visible(text: str) -> str:
-    """Line breaks with a mark; characters that a terminal would obey by their names."""
-    return _HIDDEN.sub(lambda match: _name(match.group()), text)
-
-
-def _name(character: str) -> str:
-    if character == "\n":
-        return "\u21b5\n"
-    width = 2 if unicodedata.category(character) == "Cc" else 4
-    short = {"\t": "\\t", "\r": "\\r"}
-    return short.get(character, f"\\{'xu'[width == 4]}{ord(character):0{width}x}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from alphatoken.cli.marked_text import has_colour, marked_text
+from alphatoken.cli.marked_text import marked_text
 from alphatoken.cli.recipes import recipes_of
 from alphatoken.cli.show import ShowOptions, ShowRequest
 from alphatoken.cli.training import load_tokenizer, trainer_of, vocabulary_of
@@ -22,6 +22,7 @@ from alphatoken.data.source import find_source
 from alphatoken.data.weights import PAIR_WEIGHTS
 from alphatoken.errors import ConfigError, InputError, first_few
 from alphatoken.model.batch import IGNORE
+from alphatoken.support.terminal import has_colour
 
 # Nothing is trained here, so that a machine without a GPU shows what one with a GPU trains on.
 _HERE = ("--use_cpu", "true", "--bf16", "false", "--fp16", "false")

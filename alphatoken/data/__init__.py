@@ -27,7 +27,8 @@ from alphatoken.data.rows import Fields, Row, Turn, row_of
 from alphatoken.data.source import read_records, read_rows
 from alphatoken.data.split import Pools, leak_keys, split_pools
 from alphatoken.data.survey import Survey
-from alphatoken.data.texts import PLAIN_FORMAT, token_texts
+from alphatoken.data.texts import PLAIN_FORMAT
+from alphatoken.support.token_texts import token_texts
 
 __all__ = [
     "PLAIN_FORMAT",

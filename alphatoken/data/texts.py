@@ -1,4 +1,4 @@
-"""Turns to text and tokens, with the chat template or without one; and tokens back to text.
+"""Turns to text and tokens, with the chat template or without one; and what of a text is learned.
 
 Templates cut, split and strip the texts that they write. So what is learned of a row is decoded,
 and each response must be in it, but for white space and for what the tokenizer itself does to a
@@ -8,7 +8,7 @@ text (:func:`lost_text`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from alphatoken.data.messages import THOUGHTS, common_length
 from alphatoken.data.rows import Row, Turn
 from alphatoken.errors import DataError
 from alphatoken.model.batch import IGNORE
+from alphatoken.support.token_texts import decoded
 
 PLAIN_FORMAT = (
     "the tokenizer's start token (if it uses one); then, turn by turn, the text of a turn that is "
@@ -35,10 +36,6 @@ _OTHERWISE = (
 )
 _WHITE_SPACE = "the template changes white space of a response"
 
-# Bytes of the longest UTF-8 character: more pending tokens than that never become one.
-_LONGEST_CHARACTER = 4
-BROKEN = "\u27e8\u2026\u27e9"
-"""Stands for tokens that are a part of a character."""
 # Tokens before what is learned in which a response may begin, where the template opens it.
 _LEAD = 64
 
@@ -261,50 +258,6 @@ def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int, bo
 # --- tokens back to text --------------------------------------------------------------------------
 
 
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text each token adds, in order; one entry a token.
-
-    Decoding a token by itself loses leading spaces and breaks characters that span several tokens,
-    so each token gets what it adds to the text decoded so far. A token that ends inside a character
-    has the vocabulary's name of it (``<0xF0>``) or a placeholder; the token that completes the
-    character shows it.
-    """
-    result: list[str] = []
-    for start, stop, text in text_groups(tokenizer, ids):
-        whole = text is not None
-        for token in ids[start : stop - whole]:
-            name = str(tokenizer.convert_ids_to_tokens([token])[0])
-            is_byte = name.startswith("<0x") and name.endswith(">")
-            result.append(name if is_byte else BROKEN)
-        result += [text] if text is not None else []
-    return result
-
-
-def text_groups(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[int, int, str | None]]:
-    """Consecutive tokens that add whole characters together: first, last (exclusive), text.
-
-    The groups cover all tokens, and their texts are the decoded text. The last one has None where
-    the tokens end inside a character.
-    """
-    ids = list(ids)
-    start = read = 0  # ids[start:read] is decoded text that gives the next token its context
-    for stop in range(1, len(ids) + 1):
-        before, after = _decode(tokenizer, ids[start:read]), _decode(tokenizer, ids[start:stop])
-        if after.endswith("\ufffd") and stop - read < _LONGEST_CHARACTER:
-            continue
-        yield read, stop, after[len(before) :]
-        start, read = read, stop
-    if read < len(ids):
-        yield read, len(ids), None
-
-
-def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    text = tokenizer.decode(
-        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    return str(text)
-
-
 def lost_text(
     parts: Sequence[tuple[int, str]], ids: Sequence[int], labels: Sequence[int], tokenizer: Any
 ) -> tuple[int, str, str] | None:
@@ -321,7 +274,7 @@ def lost_text(
     """
     spans = marked_runs([label != IGNORE for label in labels])
     turns = list(dict.fromkeys(turn for turn, _ in parts))
-    runs = [_decode(tokenizer, ids[start:stop]) for start, stop in spans]
+    runs = [decoded(tokenizer, ids[start:stop]) for start, stop in spans]
     apart = len(runs) == len(turns)  # otherwise turns touch, and are looked through together
     for turn, part in parts:
         number = turns.index(turn)
@@ -330,8 +283,8 @@ def lost_text(
         forms = [bare(part)]
         if forms[0] in bare(text):
             continue
-        forms.append(bare(_decode(tokenizer, bare_ids(tokenizer, part))))
-        leads = [_decode(tokenizer, ids[max(0, at - _LEAD) : at]) for at, _ in spans[own]]
+        forms.append(bare(decoded(tokenizer, bare_ids(tokenizer, part))))
+        leads = [decoded(tokenizer, ids[max(0, at - _LEAD) : at]) for at, _ in spans[own]]
         within = zip(leads, runs[own], strict=True)
         if not any(_ends_in(bare(run), bare(lead), form) for lead, run in within for form in forms):
             return turn, part, text

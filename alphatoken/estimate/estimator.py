@@ -283,7 +283,9 @@ class Estimator(ABC, Generic[D]):
         Raises:
             NumericalError: a value is NaN or infinite.
         """
-        return require_finite_values(self._values(recording, direction, components=components))
+        values = self._values(recording, direction, components=components)
+        ids = recording.batch.inputs.get("input_ids")
+        return require_finite_values(replace(values, input_ids=ids))
 
     @abstractmethod
     def _values(self, recording: Recording, direction: D, *, components: bool) -> TokenValues: ...

@@ -18,13 +18,13 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from alphatoken.data.texts import token_texts
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.loading import model_name, text_tokenizer
 from alphatoken.score.value_page import summarise, write_report
 from alphatoken.score.values import ScoredExample, Visits, read_values, write_values
 from alphatoken.support.devices import on_host
 from alphatoken.support.storage import read_json
+from alphatoken.support.token_texts import token_texts
 from alphatoken.train.distributed import Ranks
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.ledger import (

@@ -30,8 +30,8 @@ _RANKED = (
 """Label, and name of a setting of the frontier."""
 
 
-def _side_by_side(name: str) -> str:
-    """Facts one below the other, models beside each other."""
+def _side_by_side(*names: str) -> str:
+    """Facts of diagnostics one below the other, models beside each other."""
     subjects = load(DOCS / "fidelity.json")
     rows = [
         [
@@ -41,6 +41,7 @@ def _side_by_side(name: str) -> str:
                 for one in subjects.values()
             ),
         ]
+        for name in names
         for fact in FACTS[name]
     ]
     return table(["", *(one["name"] for one in subjects.values())], rows)
@@ -73,12 +74,11 @@ def _ranking() -> str:
 
 
 def _conditions() -> str:
-    """Which model on which rows, how long all took, and the command."""
-    parts = []
-    for one in load(DOCS / "fidelity.json").values():
-        line = f"**{one['name']}**: {one['description']}; {one['minutes']:g} minutes on one core."
-        parts += [line, "", "```", one["command"], "```", ""]
-    return "\n".join(parts)
+    """Which model on which rows, and how long all took."""
+    return "".join(
+        f"* **{one['name']}**: {one['description']}; {one['minutes']:g} minutes on one core.\n"
+        for one in load(DOCS / "fidelity.json").values()
+    )
 
 
 WRITERS: dict[str, Writer] = {

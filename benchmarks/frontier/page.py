@@ -94,11 +94,10 @@ def _worth(one: Record, *, adam: bool) -> str:
             number(r["price"]),
             span(r["spearman"]),
             number(r["overlap"][0]),
-            f"`{r['options']}`" if r["options"] else "",
         )
         for r in worth(usable)
     ]
-    return table((one["name"], "price", "Spearman", "overlap", "options"), rows)
+    return table((one["name"], "price", "Spearman", "overlap"), rows)
 
 
 def _layers(one: Record) -> str:

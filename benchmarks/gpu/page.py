@@ -27,24 +27,37 @@ def tables() -> str:
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The worst error over estimators and layouts, by precision and kernel."""
+    """The worst error over estimators and layouts, by precision and kernel; one line for kernels
+    that never ran for the same reason."""
     by: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         by.setdefault((row["precision"], row["kernel"]), []).append(row)
-    worst = []
+    worst, refused = [], dict[str, list[str]]()
     for (precision, kernel), group in by.items():
         ran = [row for row in group if row["error"] is not None]
+        why = _reason(next((r["why"] for r in group if r["error"] is None), ""))
+        if not ran:
+            refused.setdefault(why, []).append(f"{kernel} ({precision})")
+            continue
         worst.append(
             {
                 "precision": precision,
                 "kernel": kernel,
                 "ran": f"{len(ran)} of {len(group)}",
-                "worst error": max((row["error"] for row in ran), default=None),
+                "worst error": max(row["error"] for row in ran),
                 "beyond what is allowed": sum(row["ok"] is False for row in group),
-                "why others did not": next((r["why"] for r in group if r["error"] is None), ""),
+                "why others did not": why,
             }
         )
+    for why, names in refused.items():
+        worst.append({"kernel": ", ".join(names), "ran": "0", "why others did not": why})
     return worst
+
+
+def _reason(why: str) -> str:
+    """The first sentence of the message, without the class of its error."""
+    kind, _, message = why.partition(": ")
+    return "not installed" if kind == "ImportError" else (message or kind).split(". ")[0]
 
 
 def _cell(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,15 @@ from alphatoken_lab.runner.tables import Column, Table, format_values
 from benchmarks.pages import DOCS, table
 from benchmarks.paper.store import RESULTS, kept_records, work_of
 
-_MEASURES = ("retention", "target", "overall", "hours_per_epoch", "selection_gb")
-"""Of the paper's columns those that stand beside ours: means, not single benchmarks."""
+_MEASURES = ("retention", "target", "hours_per_epoch", "selection_gb")
+"""Of the paper's columns those that stand beside ours: no single benchmarks, no mean of both."""
 
 
-def tables(label: str) -> str:
-    """The table of an exhibit, or the answers and pictures of a figure."""
+def tables(label: str, *answers: str) -> str:
+    """The table of an exhibit, or answers of a figure (by number, else all) and its pictures."""
     exhibit = find(label)
     if exhibit.diagnosis is not None:
-        return _figure(exhibit)
+        return _figure(exhibit, [int(number) for number in answers])
     # No cell is read from the folder of cells, only what is kept.
     records = kept_records(work_of(exhibit, Path("build/paper")))
     return beside(exhibit, table_of(exhibit, "laptop", records))
@@ -92,12 +92,13 @@ def keep_figure(exhibit: Exhibit, work: Path) -> None:
         path.write_text(figure.svg, encoding="utf-8")
 
 
-def _figure(exhibit: Exhibit) -> str:
+def _figure(exhibit: Exhibit, numbers: Sequence[int] = ()) -> str:
     kept = RESULTS / f"{exhibit.name}.json"
     if not kept.is_file():
         return "Not run at this scale yet.\n"
     content: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
-    parts = ["".join(f"- {sentence}\n" for sentence in content["answer"])]
+    answers = [s for at, s in enumerate(content["answer"]) if not numbers or at in numbers]
+    parts = ["".join(f"- {sentence}\n" for sentence in answers)]
     parts += [
         f"![{one['title']}](paper-{exhibit.name}-{one['key']}.svg)\n" for one in content["figures"]
     ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from alphatoken.demo.models import models_folder
 from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit, every
 from alphatoken_lab.paper.options import PaperOptions
 from alphatoken_lab.paper.rows import LETTERS, OTHER, SIZES
@@ -30,7 +30,7 @@ def work_of(exhibit: Exhibit, folder: Path) -> Work:
 
 def _digest(work: Work) -> Any:
     """Of all that a cell's result depends on, wherever rows and models lie."""
-    models = str(Path(os.environ.get("ALPHATOKEN_MODELS", "models")).absolute())
+    models = str(models_folder().absolute())
 
     def digest_of(cell: Cell, others: Mapping[str, Cell]) -> str:
         parts = [cell, *(others[name] for name in cell.models)]

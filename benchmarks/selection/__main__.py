@@ -1,4 +1,4 @@
-"""``python -m benchmarks.selection run|find|list|report [GRID]``: resumed where it was."""
+"""``python -m benchmarks.selection run|find|list|races|report [GRID]``: resumed where it was."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from alphatoken.demo.models import GEMMA3, SMOLLM2, models_folder
 from benchmarks.data import data_folder
+from benchmarks.pages import DOCS
+from benchmarks.selection import races
 from benchmarks.selection.report import MODELS, write_report
 from benchmarks.selection.rows import LITTLE, write_little_dirt, write_rows
 from benchmarks.selection.store import RESULTS, synchronised
@@ -20,13 +22,15 @@ FOLDERS = {name: GEMMA3.name if "gemma3" in name else SMOLLM2.name for name in M
 def main() -> None:
     """Parse the command line and go."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.selection", description=__doc__)
-    parser.add_argument("command", choices=["run", "find", "list", "report"])
+    parser.add_argument("command", choices=["run", "find", "list", "races", "report"])
     parser.add_argument("grid", choices=[*MODELS], nargs="?", default="smollm2")
     parser.add_argument("--work", type=Path, default=Path("build/selection"), help="work folder")
     parser.add_argument(
         "--draw", type=int, default=0, help="of rows and dirt; others than 0 confirm the first"
     )
     parser.add_argument("--processes", type=int, default=2, help="of one thread each")
+    parser.add_argument("--seeds", type=int, nargs="*", help="those of the grid; races: 0")
+    parser.add_argument("--tasks", nargs="*", help="those of the grid; races: all kinds of rows")
     options, more = parser.parse_known_args()
     work = options.work.resolve()
     # The report is of all draws; each names its own rows.
@@ -36,6 +40,12 @@ def main() -> None:
         print(write_report(work))
         return
     model, rows = str(models_folder() / FOLDERS[options.grid]), Path(os.environ["SELECTION_ROWS"])
+    if options.command == "races":
+        races.run(work, model, rows, options.seeds or [0], options.tasks or [*races.KINDS])
+        races.report(DOCS / "races.json")
+        return
+    more += ["--seeds", *map(str, options.seeds)] if options.seeds else []
+    more += ["--tasks", *options.tasks] if options.tasks else []
     if options.command == "find":
         from benchmarks.selection.finding import main as find
 

@@ -16,6 +16,7 @@ from alphatoken_lab.runner.methods import PLAIN
 from alphatoken_lab.runner.records import Row, collect, rows_of
 from alphatoken_lab.runner.running import GridFolder
 from benchmarks.pages import DOCS, load, number, table
+from benchmarks.selection import races
 from benchmarks.selection.store import RESULTS, synchronised, to_read
 
 Each = Mapping[str, Sequence[float]]
@@ -130,7 +131,7 @@ def _folders(work: Path) -> dict[str, str]:
         for one in sorted(names):
             draw = one.removeprefix(name)
             if re.fullmatch(r"(-draw\d+)?", draw):
-                titles[one] = model + (f", other rows and dirt ({draw[1:]})" if draw else "")
+                titles[one] = model + (f", other rows ({draw[1:]})" if draw else "")
     return titles
 
 
@@ -354,7 +355,9 @@ def draw_over_steps(gaps: Mapping[str, Mapping[int, Gap]], path: Path) -> None:
 
 
 def tables(kind: str, *words: str) -> str:
-    """``methods GRID [TASK...]``, ``others GRID...``, ``options GRID`` or ``finding GRID``."""
+    """``methods GRID [TASK...]``, ``others GRID...``, ``options|finding GRID`` or ``races``."""
+    if kind == "races":
+        return races.rows_of_page(load(DOCS / "races.json"))
     report = load(DOCS / "selection.json")
     if kind == "methods":
         tasks = report["grids"][words[0]]["tasks"]
@@ -371,7 +374,7 @@ def _methods(tasks: Mapping[str, Sequence[Entry]]) -> str:
     by = {task: {e["method"]: e for e in entries} for task, entries in tasks.items()}
     names = dict.fromkeys(name for entries in by.values() for name in entries)
     rows = [
-        (f"`{name}`", *(_gap(to_plain(by[task].get(name), k)) for task in tasks for k in _KINDS))
+        (f"`{name}`", *(_gap(to_plain(by[task].get(name), k), k) for task in tasks for k in _KINDS))
         for name in names
         if name not in PLAIN.values()
     ]
@@ -380,17 +383,17 @@ def _methods(tasks: Mapping[str, Sequence[Entry]]) -> str:
 
 
 def _others(grids: Sequence[Mapping[str, Any]]) -> str:
-    """A line a grid, task and method, where a task has more than one."""
+    """A line a grid, task and method, where a task has more than one; its name stands once."""
     rows = [
         (
-            f"{grid['model']}, {task}",
+            f"{grid['model']}, {task}" if not at else "",
             f"`{entry['method']}`",
             number(entry["target"], 3),
-            *(_gap(to_plain(entry, kind)) for kind in _KINDS),
+            *(_gap(to_plain(entry, kind), kind) for kind in _KINDS),
         )
         for grid in grids
         for task, entries in grid["tasks"].items()
-        for entry in entries
+        for at, entry in enumerate(entries)
         if len(entries) > 1
     ]
     return table(("model, task", "method", "target loss", "target", "retention"), rows)
@@ -402,7 +405,7 @@ def _options(tried: Sequence[Mapping[str, Any]]) -> str:
         (
             "{what} ({task})".format(**one["hypothesis"]),
             f"`{one['hypothesis']['base']}`",
-            *(_gap(one[kind]) for kind in _KINDS),
+            *(_gap(one[kind], kind) for kind in _KINDS),
         )
         for one in tried
     ]
@@ -420,9 +423,10 @@ def _finding(tasks: Mapping[str, Mapping[str, Any]]) -> str:
     return table(("number", *heads), rows)
 
 
-def _gap(gap: Mapping[str, float] | None) -> str:
-    """Bold where three seeds leave 0 outside."""
+def _gap(gap: Mapping[str, float] | None, kind: str = "target") -> str:
+    """Bold where three seeds leave 0 outside; the interval stands beside target losses alone."""
     if gap is None:
         return "–"
-    text = f"{gap['mean']:+.3f} [{gap['low']:+.3f}, {gap['high']:+.3f}]"
+    text = f"{gap['mean']:+.3f}"
+    text += f" [{gap['low']:+.3f}, {gap['high']:+.3f}]" * (kind == "target")
     return f"**{text}**" if apart(gap) else text

@@ -40,6 +40,7 @@ def test_a_difference_is_bold_by_three_seeds_only() -> None:
     sure = {"mean": -0.5, "low": -0.6, "high": -0.4, "seeds": 3}
     assert selection._gap(sure) == "**-0.500 [-0.600, -0.400]**"
     assert selection._gap({**sure, "seeds": 2}) == "-0.500 [-0.600, -0.400]"
+    assert selection._gap(sure, "retention") == "**-0.500**"
     assert selection._gap({**sure, "high": 0.1}) == "-0.500 [-0.600, +0.100]"
     assert selection._gap(None) == "–"
     entry = {"against": {"target": {"random": None, "dpo": sure}}}

@@ -14,6 +14,7 @@ import pytest
 from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.diagnose_options import DiagnoseOptions
+from alphatoken.demo.word_problems import chats, with_foreign_answers, with_wrong_words
 from alphatoken.diagnose import data
 from alphatoken.diagnose.data import JUDGED, TRUSTED
 from alphatoken.diagnose.diagnosis import Diagnosis
@@ -22,7 +23,6 @@ from alphatoken.score.values import ScoredExample, read_values
 from alphatoken.train import AlphaSFTConfig
 from tests.integration.browser import opened
 from tests.integration.small_world import exchanges, flags, saved_model, write_rows
-from tests.integration.word_problems import chats, with_foreign_answers, with_wrong_words
 from tests.rows import jsonl
 
 WALK = {"walk_steps": 3, "walk_learning_rate": 1e-3}

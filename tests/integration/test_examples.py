@@ -10,6 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import webbrowser
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from alphatoken.demo.__main__ import run_demo
 from alphatoken.demo.models import SMOLLM2
+from alphatoken.demo.rows import demo_rows
 from alphatoken.score import ScoredExample, read_values
 from tests.both_programs import main
 from tests.integration import tiny_training as tiny
@@ -41,6 +43,7 @@ def load(name: str) -> dict[str, Any]:
 
 def test_every_example_is_run_here() -> None:
     assert {path.name for path in FOLDER.glob("*.py")} == {
+        "draw_rows.py",
         "plain_pytorch_loop.py",
         "score_real_model.py",
         "value_an_answer.py",
@@ -150,28 +153,105 @@ def in_smollm2s_place(
 
 
 @pytest.mark.slow
-def test_the_demo_prints_the_highest_and_lowest_tokens_and_writes_the_page(
-    in_smollm2s_place: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_demo_says_where_spoiled_rows_stand_and_writes_the_page(
+    in_smollm2s_place: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What ``make demo`` does, on fewer rows."""
-    for earlier in (tmp_path / "rows/train.jsonl", tmp_path / "values/run.json"):
+    """What ``make demo`` does, on a small decoder, which finds no row odd."""
+    opened = list[str]()
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    for earlier in (tmp_path / "rows/train.jsonl", tmp_path / "verdict/run.json"):
         earlier.parent.mkdir()
         earlier.write_text("{}")  # of an earlier demo, which is replaced
-    run_demo(tmp_path, rows=3, held_out=2)
-    printed = capsys.readouterr().out
-    totals = [
-        one.values["total"][at]
-        for one in read_values(tmp_path / "values/values")
-        for at in np.flatnonzero(one.response)
-    ]
-    lines = printed.splitlines()
-    for title, ranked in (("highest", sorted(totals, reverse=True)), ("lowest", sorted(totals))):
-        at = len(lines) - 1 - lines[::-1].index(f"{title} values:")
-        told = lines[at + 1 : at + 6]
-        assert [float(line.split()[0]) for line in told] == pytest.approx(ranked[:5], rel=1e-3)
-        assert all("train.jsonl, line " in line for line in told)
-    assert (tmp_path / "values/report.html").is_file()
-    assert f"page: {tmp_path / 'values/report.html'}" in printed
+    run_demo(tmp_path, open_page=True, train=9, trusted=8, wrong_words=2, foreign=2)
+    told = capsys.readouterr()
+    rows = demo_rows(9, 8, 2, 2)
+    means = {
+        one.row: float(one.values["total"][one.response].mean())
+        for one in read_values(tmp_path / "verdict/data/values")
+    }
+    assert len(means) == 9
+    order = sorted(means, key=lambda row: means[row])
+    lines = told.out.splitlines()
+    for row, what in rows.spoiled.items():
+        (line,) = (line for line in lines if f"line {row + 1}, {what}: " in line)
+        assert line.split()[:2] == [str(order.index(row) + 1), f"{means[row]:+.2f}"]
+    assert f"lowest value, line {order[0] + 1}: " in told.out
+    assert f"highest value, line {order[-1] + 1}: " in told.out
+    assert "cut" not in told.err  # every row fits its length
+    assert "\x1b" not in told.out + told.err
+    page = tmp_path / "report.html"
+    ends = [line.split(":")[0] for line in lines[-4:]]
+    assert ends == ["verdict", "page", "to open it", "next, on your own rows"]
+    assert lines[-3] == f"page: {page}"
+    assert page.name in lines[-2]
+    assert opened == [page.resolve().as_uri()]
+    assert page.is_file()
+
+
+@pytest.mark.pictures
+def test_the_readmes_pictures_hold_the_values_that_lie_beside_them(tmp_path: Path) -> None:
+    """Each token's colour in both pictures; drawn anew from the JSON they have the same ones."""
+    kept = json.loads((ROOT / "docs/rows.json").read_text("utf-8"))
+    spoiled, clean = (row["mean"] for row in kept)
+    assert spoiled < -1 < 0 < clean
+    every = [value for row in kept for _, value in row["tokens"]]
+    full, values = float(np.quantile(np.abs(every), 0.95)), [value for value in every if value]
+    load("draw_rows.py")["main"]([str(ROOT / "docs/rows.json"), "--out", str(tmp_path / "rows")])
+    for page in ("light", "dark"):
+        for folder in (ROOT / "docs", tmp_path):
+            text = (folder / f"rows-{page}.svg").read_text()
+            # A value of 0 has no colour; the scale of 24 comes last.
+            drawn = re.findall(r"fill: #(4c9ade|f09637); fill-opacity: ([\d.]+)", text)
+            for value, (colour, opacity) in zip(values, drawn[:-24], strict=True):
+                assert colour == ("4c9ade" if value > 0 else "f09637")
+                assert float(opacity) == pytest.approx(0.65 * min(1, abs(value) / full), abs=1e-3)
+
+
+def test_rows_of_a_value_folder_are_drawn(tmp_path: Path) -> None:
+    """Texts and values of the lines that are named, in either picture's JSON."""
+    folder = tiny.saved(tmp_path, 24)
+    model = str(folder / "model")
+    words = ["score", "--estimator", "walk", "--train_file", str(folder / "rows.jsonl")]
+    words += ["--model_name_or_path", model, "--validation_rows", "4", "--walk_steps", "1"]
+    assert main([*words, "--output_dir", str(tmp_path / "out"), "--no_report", "--quiet"]) == 0
+    draw, values = load("draw_rows.py")["main"], str(tmp_path / "out/values")
+    chosen = list(read_values(values))[2:4]
+    rows = [f"row {one.row}={one.row + 1}" for one in chosen]
+    draw([values, "--model", model, *(x for r in rows for x in ("--row", r)),
+          "--out", str(tmp_path / "rows")])  # fmt: skip
+    made = json.loads((tmp_path / "rows.json").read_text("utf-8"))
+    for one, row in zip(chosen, made, strict=True):
+        expected = one.values["total"][one.response]
+        got = [value for _, value in row["tokens"]]
+        assert len(expected) - len(got) in (0, 1)  # without the end token
+        assert got == pytest.approx(expected[: len(got)], abs=1e-3)
+        assert row["line"] == one.row + 1
+    assert {path.name for path in tmp_path.glob("rows-*.svg")} == {
+        "rows-light.svg",
+        "rows-dark.svg",
+    }
+    with pytest.raises(SystemExit, match="no values of line 999"):
+        draw([values, "--model", model, "--row", "none=999"])
+
+
+@pytest.mark.slow
+@nightly
+@pytest.mark.smollm2
+def test_the_readmes_values_are_those_of_the_demo(smollm2: Path, tmp_path: Path) -> None:
+    """Two minutes: the demo as it is."""
+    run_demo(tmp_path)
+    kept = json.loads((ROOT / "docs/rows.json").read_text("utf-8"))
+    names = [word for row in kept for word in ("--row", f"{row['name']}={row['line']}")]
+    values, out = str(tmp_path / "verdict/data/values"), tmp_path / "made"
+    load("draw_rows.py")["main"]([values, "--model", str(smollm2), *names, "--out", str(out)])
+    for one, two in zip(json.loads(Path(f"{out}.json").read_text()), kept, strict=True):
+        assert one["prompt"] == two["prompt"]
+        assert [text for text, _ in one["tokens"]] == [text for text, _ in two["tokens"]]
+        expected = [value for _, value in two["tokens"]]
+        assert [value for _, value in one["tokens"]] == pytest.approx(expected, rel=0.05, abs=0.05)
 
 
 # --- code on pages --------------------------------------------------------------------------------

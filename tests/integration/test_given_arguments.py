@@ -125,7 +125,7 @@ def test_a_recipe_goes_through_trls_parser(tmp_path: Path) -> None:
 
 
 def frame() -> Any:
-    import pandas  # type: ignore[import-untyped]
+    import pandas
 
     return pandas.DataFrame(tiny.sums(8))
 

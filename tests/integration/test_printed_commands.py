@@ -232,7 +232,6 @@ def bin_of_python(environment: Mapping[str, str], python: str) -> dict[str, str]
 NOT_RUN = {
     "accelerate launch --config_file my.yaml": "a layout of several GPUs, on a model of the hub",
     "alphatoken score ... ": "abridged: Ray over 32 GPUs",
-    "alphatoken diagnose all --model_name_or_path $": "larger sets of rows; a record of what ran",
     "alphatoken-lab evaluate runs/": "tasks of the hub, containers, a judge's endpoint",
     "alphatoken-lab paper ablation_rq3": "hours, on GPUs or on SmolLM2",
     "alphatoken-lab paper tab:": "hours on SmolLM2",

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.property import test_collected_pairs, test_corpus, test_queries, test_shown_tokens
+from tests.property import (
+    test_collected_pairs,
+    test_coloured,
+    test_corpus,
+    test_demo,
+    test_queries,
+    test_shown_tokens,
+)
 from tests.property import test_diagnose_arithmetic as tests
 from tests.property import test_diagnose_data as verdicts
 from tests.property import test_presets as presets
@@ -291,8 +298,68 @@ TRUNCATED = claim(
     examples=60,
     needs=("trl",),
 )
+NOTEBOOK = claim(
+    test_coloured.test_a_notebook_shows_each_value_at_its_token,
+    test_coloured.ROWS,
+    test_coloured.SEEDS,
+    examples=40,
+)
+TERMINAL = claim(
+    test_coloured.test_a_terminal_shows_each_value_at_its_token,
+    test_coloured.ROWS,
+    test_coloured.SEEDS,
+    examples=40,
+)
+TABLE = claim(
+    test_coloured.test_a_table_has_one_line_a_response_token,
+    test_coloured.ROWS,
+    test_coloured.SEEDS,
+    st.booleans(),
+    examples=40,
+    needs=("pandas",),
+)
+SPOILED = claim(
+    test_demo.test_what_the_demo_calls_spoiled_is_spoiled_and_nothing_else,
+    test_demo.SIZES,
+    test_demo.SEEDS,
+    examples=20,
+)
+STANDINGS = claim(test_demo.test_where_a_row_stands, test_demo.NATS, test_demo.SEEDS, examples=40)
 
 SHOWN = (
+    row("value-shown-one-token-late", NOTEBOOK,
+        "each token is shown with the value of the one before it",
+        ("values.TokenValues.show", "float(values[row, i])", "float(values[row, i - 1])")),
+    row("padding-on-the-left-shown", TERMINAL,
+        "padding is shown as if it were a prompt",
+        ("values._real", "!= 0", ">= 0")),
+    row("colours-exchanged-in-a-notebook", NOTEBOOK,
+        "positive values are orange, and negative ones blue",
+        ("support.coloured._marked", "PLUS if strength > 0", "PLUS if strength < 0")),
+    row("colours-exchanged-in-a-terminal", TERMINAL,
+        "positive values have the colour of negative ones",
+        ("support.coloured.ColouredRows._token", "codes[strength > 0]", "codes[strength < 0]")),
+    row("a-scale-of-the-first-row-alone", NOTEBOOK,
+        "the first row alone decides the colours of all",
+        ("support.coloured.ColouredRows.sizes", "in self.rows", "in self.rows[:1]")),
+    row("clean-rows-said-to-be-spoiled", SPOILED,
+        "the demo names the row before each one that it spoiled",
+        ("demo.rows.demo_rows", "place: WRONG_WORDS", "max(place - 1, 0): WRONG_WORDS")),
+    row("rows-of-low-loss-first", STANDINGS,
+        "the demo ranks rows by loss from the lowest",
+        ("demo.__main__.standings", "-means[row][1]", "means[row][1]")),
+    row("prompts-in-the-means-of-rows", STANDINGS,
+        "the demo's means count the tokens of prompts",
+        ("demo.__main__.standings", "one.values[key][one.response].mean()",
+         "one.values[key].mean()")),
+    row("text-of-rows-read-as-html", NOTEBOOK,
+        "a row that holds tags is shown as HTML",
+        ("support.coloured.ColouredRows._html", "escape(visible(one.text) or EMPTY)",
+         "visible(one.text) or EMPTY")),
+    row("table-with-the-token-before", TABLE,
+        "the table names the token before the one whose value it has",
+        ("values.TokenValues.to_pandas", "self.input_ids.cpu()[row, position]",
+         "self.input_ids.cpu()[row, position - 1]")),
     row("character-by-its-first-token", MARKS,
         "a character is marked by the first of its tokens alone",
         ("cli.marked_text._pieces", "weights[start:stop]", "weights[start : start + 1]")),
@@ -302,10 +369,10 @@ SHOWN = (
          "[start:stop] if weight is not None)")),
     row("control-characters-printed", MARKS,
         "a terminal obeys the control characters of a row",
-        ("cli.marked_text._visible", "_name(match.group())", "match.group()")),
+        ("support.terminal.visible", "_name(match.group())", "match.group()")),
     row("half-a-character-printed", GROUPS,
         "tokens of one character are printed one by one",
-        ("data.texts.text_groups", "stop - read < _LONGEST_CHARACTER", "False")),
+        ("support.token_texts.text_groups", "stop - read < _LONGEST_CHARACTER", "False")),
     row("first-token-shown-as-trained", TRUNCATED,
         "the first token of a row, which nothing predicts, is shown as trained on",
         ("cli.show_run._cut", "own[:1] = [None] * len(own[:1])", "pass")),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from alphatoken.cli.marked_text import marked_text
 from alphatoken.cli.show_run import _of_rows
 from alphatoken.data import Example, Row, Turn
-from alphatoken.data.texts import text_groups, token_texts
+from alphatoken.support.token_texts import text_groups, token_texts
 from tests.property.profiles import budget
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from alphatoken.demo.models import models_folder
 from alphatoken.errors import ConfigError
 from alphatoken_lab.paper.exhibits import LAPTOP, Exhibit
 from alphatoken_lab.paper.options import PaperOptions
@@ -65,7 +66,7 @@ class Work:
         wanted = self.exhibit.wanted(self.scale)
         methods = list(dict.fromkeys(name for names in wanted.values() for name in names))
         name = f"{self.exhibit.grid}-{LAPTOP}" if self.scale == LAPTOP else self.exhibit.grid
-        models = Path(os.environ.get("ALPHATOKEN_MODELS", "models")).absolute()
+        models = models_folder().absolute()
         variables = {
             "PAPER_ROWS": str(self.rows),
             "PAPER_MODEL": self.options.model or str(models / _MODEL),

@@ -1,4 +1,4 @@
-"""Chats of our own about small sums, some of them spoilt on purpose, for tests of whole rows."""
+"""Chats of our own about small sums, and the same spoilt on purpose."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def with_foreign_answers(rows: Sequence[Chat]) -> list[Chat]:
 
 
 def answer_of(row: Chat) -> str:
+    """The text of its answer."""
     text: str = row["messages"][-1]["content"]
     return text
 

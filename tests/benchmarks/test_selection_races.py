@@ -1,0 +1,70 @@
+"""Races of the selection benchmark: what is kept of a race judges it as the race itself would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from alphatoken.support.storage import write_json
+from benchmarks.selection import races
+
+GRID = Path(races.__file__).with_name("rivals.yaml")
+
+
+def line(gain: float) -> dict[str, Any]:
+    """16 choosing rows and 3 target rows; ``walk-80`` gains in the race and loses at the end."""
+    base = [1.0 + 0.01 * row for row in range(19)]
+    tokens = [10 + row for row in range(16)] + [1, 2, 7]
+
+    def look(shift: float) -> dict[str, list[float]]:
+        moved = [x - shift - 1e-3 * (row % 3) for row, x in enumerate(base)]
+        return {"all": base, "walk-80": moved, "walk-rows": [x + 0.1 for x in base]}
+
+    end = {"all": base, "walk-80": [*base[:16], 2.0, 1.0, 1.0], "walk-rows": base}
+    losses = {"20": look(0.0), "40": look(gain), "120": end}
+    return {"choosing": 16, "tokens": tokens, "losses": losses}
+
+
+def test_the_winner_is_judged_by_the_target_rows_at_the_end() -> None:
+    race = races.judged(line(gain=0.2))
+    assert race["winner"] == "walk-80"
+    assert "walk-rows" not in race["looks"]["40"], "an arm that lost at the first look has left"
+    base = (1.16 * 1 + 1.17 * 2 + 1.18 * 7) / 10
+    end = (2.0 * 1 + 1.0 * 2 + 1.0 * 7) / 10 - base
+    assert race["ends"]["walk-80"] == pytest.approx(end)
+    assert (race["to_all"], race["to_best"]) == pytest.approx((end, end - min(end, 0.0)))
+
+
+def test_without_a_gain_all_tokens_win() -> None:
+    race = races.judged(line(gain=-0.1))
+    assert (race["winner"], race["to_all"]) == ("all", 0.0)
+
+
+def test_what_is_kept_is_read_from_a_race(tmp_path: Path) -> None:
+    state = {
+        "tokens": {"choosing": [3.0, 4.0]},
+        "losses": {"20": {"all": {"choosing": [1.1234567, 2.0]}}},
+    }
+    write_json(tmp_path / "race.json", state)
+    results = tmp_path / "races.json"
+    for task in ("words", "clean"):
+        races.keep(tmp_path / "race.json", task, 0, 1, results)
+    lines = json.loads(results.read_text("utf-8"))
+    assert [*lines] == ["clean-0", "words-0"]
+    losses = {"20": {"all": [1.12346, 2.0]}}
+    assert lines["words-0"] == {"choosing": 1, "tokens": [3, 4], "losses": losses}
+
+
+def test_a_race_is_a_recipe_of_the_command(tmp_path: Path) -> None:
+    """Arms are those of the grid, and looks end with the run."""
+    options = races.recipe(GRID, "model", tmp_path, tmp_path / "judge.jsonl", "words", 3)
+    assert options["seed"] == options["value_seed"] == 3
+    assert options["looks"] == [20, 40, 120]
+    methods = yaml.safe_load(GRID.read_text("utf-8"))["methods"]
+    assert options["arms"]["walk-80"] == {
+        k: v for k, v in methods["walk-80"].items() if k != "family"
+    }
