@@ -108,14 +108,19 @@ def _report(out: Path, model: Path, rows: DemoRows) -> Path:
     from alphatoken.data import token_texts
     from alphatoken.diagnose.diagnosis import Diagnosis
     from alphatoken.score import read_values, summarise, write_report
+    from alphatoken.score.meaning import meaning_of
+    from alphatoken.score.summary import mean_of
 
     scored = list(read_values(out / "verdict/data/values"))
     texts = partial(token_texts, AutoTokenizer.from_pretrained(model))
+    settings = {"model": model.name, **PRESETS["walk"].options}
     page = write_report(
         out / "report.html",
         summarise(scored, texts=texts),
         title="Walk values of the demo's rows",
-        settings={"model": model.name, "estimator": "walk"},
+        meaning=meaning_of(settings, f"{len(rows.trusted) // 2} trusted rows"),
+        trusted=[mean_of(one, "total") for one in read_values(out / "verdict/data/reference")],
+        settings=settings,
         notes=[f"Rows that were spoiled on purpose: {_lines(rows.spoiled)}."],
     )
     places = standings(scored)

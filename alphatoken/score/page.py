@@ -25,6 +25,7 @@ import jinja2
 
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.score.values import visible
+from alphatoken.support.coloured import MINUS, PLUS
 from alphatoken.support.storage import write_text
 
 if TYPE_CHECKING:
@@ -62,9 +63,6 @@ COLOURS = ("#0072b2", "#d55e00", "#007a5e", "#a3507f", "#3c3c3c", "#56b4e9", "#e
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 SEQUENTIAL = "cividis"
-
-PLUS, MINUS = (76, 154, 222), (240, 150, 55)
-"""Blue and orange of positive and negative values, likewise told apart by all."""
 
 DARK_PLUS, DARK_MINUS = (38, 104, 176), (168, 84, 16)
 """The same on a dark page, under light letters."""
