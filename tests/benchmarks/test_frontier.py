@@ -236,9 +236,8 @@ def test_a_price_is_what_is_counted(
 ) -> None:
     model = SIZE.model()
     derivative = "forward_mode" if estimator == "label" else "auto"
-    config = ScorerConfig(
-        estimator, layers=list(layers), parameters=parameters, derivative=derivative
-    )
+    scored = "all" if parameters == "all" else list(layers)
+    config = ScorerConfig(estimator, layers=scored, parameters=parameters, derivative=derivative)
     scorer = Scorer(model, SIZE.batch(seed=1), None, config)
     scorer.score(SIZE.batch())  # the direction, and proofs
     counted = flops(lambda: scorer.score(SIZE.batch(), components=False))

@@ -172,6 +172,6 @@ def test_settings_that_an_estimator_does_not_allow_fall_back():
     assert with_estimator(config, "paper_literal").part == "causal"
     everything = ScorerConfig(estimator="label", parameters="all")
     assert with_estimator(everything, "alphatoken").parameters == "linears"
-    assert with_estimator(config, "label").window == 8
+    assert with_estimator(config, "label").window == 32, "the default: it has none"
     differences = ScorerConfig(estimator="label", derivative="central")
     assert with_estimator(differences, "path").derivative == "auto"

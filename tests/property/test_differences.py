@@ -768,11 +768,15 @@ def test_auto_takes_differences_over_all_parameters_and_forward_mode_on_top() ->
     model = CASE.model()
     ways = {
         options.get("parameters", "linears"): Scorer(
-            model, CASE.validation, config=ScorerConfig("label", layers=1, **options)
+            model, CASE.validation, config=ScorerConfig("label", **{"layers": 1, **options})
         )
         .score(CASE.batch)
         .derivative
-        for options in ({}, {"parameters": "all"}, {"parameters": "linears,*norm*"})
+        for options in (
+            {},
+            {"parameters": "all", "layers": "all"},
+            {"parameters": "linears,*norm*"},
+        )
     }
     assert ways == {"linears": "forward_mode", "all": "central", "linears,*norm*": "central"}
     assert Scorer(model, CASE.validation).score(CASE.batch).derivative is None

@@ -522,8 +522,9 @@ def test_observed_label_values(name: str, parameters: str) -> None:
     model = built(name).train()
     adapter = find_adapter(model)
     config = ScorerConfig(
-        "label", layers=2, parameters=parameters, uncovered="skip", derivative="forward_mode"
-    )
+        "label", layers="all" if parameters == "all" else 2, parameters=parameters,
+        uncovered="skip", derivative="forward_mode",
+    )  # fmt: skip
     scorer = Scorer(model, VALIDATION, None, config)
     m = scorer.direction.total()
     with scorer.observe() as seen:

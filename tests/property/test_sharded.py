@@ -279,7 +279,8 @@ def test_sharded_label_values_are_the_oracles(setup: Setup, parameters: str) -> 
     ``validation_gradient``, ``per_token_gradients``, ``response_tokens``.
     """
     model = setup.case.model()
-    config = ScorerConfig("label", layers=setup.layers, parameters=parameters)
+    layers = "all" if parameters == "all" else setup.layers
+    config = ScorerConfig("label", layers=layers, parameters=parameters)
     sharding = FlatSharding(model)
     scorer = Scorer(model, setup.case.validation, None, config, sharding=sharding)
     with other_objects_inside(model):
