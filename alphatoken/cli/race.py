@@ -125,7 +125,12 @@ class _Command:
         # Of an arm that values tokens, because what rows are for depends on it.
         reader = next(own for name, own in by_arm.items() if name != ALL)
         self._tokenizer, datasets, self._notes = training.load_data(reader)
+        from alphatoken.race.runner import check_validation_rows
+
         self._entries = datasets.pop("train_entries", [])
+        trusted = datasets.get("validation_dataset")
+        if trusted is not None:
+            check_validation_rows({k: own.training for k, own in by_arm.items()}, len(trusted))
         rows = {"choosing": datasets.pop("choosing_dataset")}
         if "watched_dataset" in datasets:
             rows["retention"] = datasets.pop("watched_dataset")

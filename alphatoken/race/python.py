@@ -17,7 +17,14 @@ from alphatoken.race.arms import Arm, read_arms
 from alphatoken.race.options import RaceConfig
 from alphatoken.race.page import PAGE, verdict, write_race_page
 from alphatoken.race.rows import choosing_numbers, rows_without, take
-from alphatoken.race.runner import Race, RaceResult, options_in, refused_arms, refused_races
+from alphatoken.race.runner import (
+    Race,
+    RaceResult,
+    check_validation_rows,
+    options_in,
+    refused_arms,
+    refused_races,
+)
 from alphatoken.train.dpo import AlphaDPOTrainer
 from alphatoken.train.leaks import leaking_rows, warn_of_leaks
 from alphatoken.train.python_rows import as_dataset, plain_rows
@@ -85,6 +92,9 @@ def race(
     else:
         choosing_dataset = as_dataset(choosing_dataset, "choosing")
         validation_dataset = _without_leaks(validation_dataset, choosing_dataset, text_field)
+    if hasattr(validation_dataset, "__len__"):
+        configurations = {arm.name: replace(args, **arm.options) for arm in arms}
+        check_validation_rows(configurations, len(validation_dataset))
     warn_of_leaks(
         plain_rows(train_dataset), {"choosing": plain_rows(choosing_dataset)}, text_field=text_field
     )

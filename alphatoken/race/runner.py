@@ -47,6 +47,7 @@ from alphatoken.train.manifest import (
     split_changes,
     weights_fingerprint,
 )
+from alphatoken.train.refusals import check_pool
 
 STATE, ARMS = "race.json", "arms"
 """The state of a race, and the folder of its arms, in ``output_dir``."""
@@ -195,6 +196,31 @@ def refused_arms(args: Mapping[str, Any]) -> Iterator[ConfigError]:
             remedy="the same objective and retention for all arms that value tokens, such as "
             "objective=adaptation,retention=none",
         )
+
+
+def check_validation_rows(args: Mapping[str, Any], rows: int) -> None:
+    """Check that every arm that values tokens has rows enough, before any of them trains.
+
+    Args:
+        args: name of the arm -> configuration of its trainer.
+        rows: validation rows that are left for the arms.
+
+    Raises:
+        ConfigError: too few for the batch of a step, or for the processes.
+    """
+    for name, own in args.items():
+        if not own.needs_values or own.objective == "stability":
+            continue
+        try:
+            check_pool(own, rows, own.world_size)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the arm '{name}' has too few validation rows",
+                got=error.got,
+                why="those that choose are set aside first, and some are held out of every step",
+                remedy="more validation rows, a smaller validation_batch_size or choosing_rows, or "
+                "held_out_share=0",
+            ) from None
 
 
 def options_in(folder: Path, args: Any) -> dict[str, Any]:

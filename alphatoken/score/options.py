@@ -288,7 +288,8 @@ class ScoreOptions(CorpusOptions):
     )
     verify: int | None = option(
         None,
-        "number of tokens to certify by the slow oracle; exit status 2 if a number is off",
+        "number of tokens to certify by the slow oracle; exit status 2 if a number is off; without "
+        "--value it takes the paper's values, since a walk has no certificate",
         at_least=1,
         metavar="TOKENS",
     )

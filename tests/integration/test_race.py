@@ -233,6 +233,9 @@ def test_what_a_race_refuses_before_any_work(tmp_path: Path) -> None:
         ({"choosing_dataset": world.validation}, DataError, "every validation row is a choosing"),
         ({"choosing_dataset": None, "validation_dataset": tiny.sft_rows(8)}, ConfigError,
          "too few trusted rows"),
+        ({"arms": {"walk": {"policy": "top", "estimator": "walk"}},
+          "options": {"validation_mode": "pool", "validation_batch_size": 16}}, ConfigError,
+         "the arm 'walk' has too few validation rows.*10 rows"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             world.race(**changes)
