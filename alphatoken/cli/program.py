@@ -392,6 +392,8 @@ def option_parser(
     add_options(parser, options)
     if shown:
         shorten_help(parser, shown, words)
+    else:  # the help has every option anyway
+        parser.add_argument(HELP_ALL, action="help", help=argparse.SUPPRESS)
     return parser
 
 

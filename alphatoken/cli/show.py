@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from alphatoken.cli.program import CommandParser, add_option, add_options, kinds_of
+from alphatoken.cli.program import HELP_ALL, CommandParser, add_option, add_options, kinds_of
 from alphatoken.cli.training_options import RowArguments
 from alphatoken.support.options import option
 
@@ -92,7 +92,7 @@ def read(words: Sequence[str]) -> ShowRequest | None:
     Raises:
         ConfigError: an option of its own that cannot be read.
     """
-    if {"--help", "-h"} & set(words):
+    if {"--help", "-h", HELP_ALL} & set(words):
         print(help_text())
         return None
     parser = CommandParser("show", add_help=False, allow_abbrev=False)

@@ -245,6 +245,13 @@ def test_the_help_is_short_and_all_of_it_is_behind_a_flag(
         assert not name or name in options, line
 
 
+@pytest.mark.parametrize("command", ["show", "fisher"])
+def test_a_help_that_is_whole_is_had_by_either_flag(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert help_of(capsys, command, "--help_all") == help_of(capsys, command, "--help")
+
+
 def test_commands_stand_in_the_order_in_which_one_needs_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
