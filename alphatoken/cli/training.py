@@ -176,7 +176,7 @@ def help_text(command: str, words: Sequence[str] = ()) -> str:
 {_RACE if command == "race" else _ABOUT.format(command.upper())}
 
 usage: alphatoken {command} [--config RECIPE] --model_name_or_path MODEL --train_file FILE
-           --output_dir FOLDER [options]
+           [--output_dir FOLDER] [options]
 
 Beside those below, all of TRL's {trl.upper()}Config, ModelConfig and ScriptArguments work:
 https://huggingface.co/docs/trl/{trl}_trainer""",

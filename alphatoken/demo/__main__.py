@@ -13,6 +13,7 @@ import shutil
 import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -118,7 +119,10 @@ def _report(out: Path, model: Path, rows: DemoRows) -> Path:
         out / "report.html",
         summarise(scored, texts=texts),
         title="Walk values of the demo's rows",
-        meaning=meaning_of(settings, f"{len(rows.trusted) // 2} trusted rows"),
+        meaning=replace(
+            meaning_of(settings, f"{len(rows.trusted) // 2} trusted rows"),
+            trusted="those that the walk was not taken on",
+        ),
         trusted=[mean_of(one, "total") for one in read_values(out / "verdict/data/reference")],
         settings=settings,
         notes=[f"Rows that were spoiled on purpose: {_lines(rows.spoiled)}."],

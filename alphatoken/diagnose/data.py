@@ -9,7 +9,7 @@ task, another style) differ as rows with wrong words do: which it is, the rows o
 
 All rows are read, up to --train_rows and --validation_rows; --budget and --tokens do not bound it.
 It costs a walk and two forwards of each row. The values are written to data/values and
-data/reference as `score --estimator walk` writes them, and --resume keeps the parts that are
+data/reference as `score --value walk` writes them, and --resume keeps the parts that are
 finished.
 """
 
@@ -66,6 +66,11 @@ _PART = 64  # rows of a value file, as `score` has them of up to 65,536 rows
 SHOWN = 3
 """Rows of either end whose text is drawn in colours."""
 
+TRAIN_BATCH, EPOCHS = 8, 3
+"""Training rows of a step, and passes over all of them, that TRL takes where none are named."""
+FIRST_LOOK = 20
+"""Step before which no race looks, unless it is told to."""
+
 
 @dataclass(frozen=True)
 class Options(CheckedOptions):
@@ -91,7 +96,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     scored = {name: _scored(subject, scorer, name, rows) for name, rows in groups.items()}
     records = {name: [_record(name, one) for one in own] for name, own in scored.items()}
     tests = {name: compare(records, name, subject.seed) for name in MEASURES}
-    race = f"alphatoken race {subject.words}" if subject.words else ""
+    race = race_command(subject.words, len(groups[JUDGED])) if subject.words else ""
     every = Table.of("data-rows", "Each row", [one for own in records.values() for one in own])
     ends = _ends(records[JUDGED], options.ends)
     return conclude(
@@ -115,6 +120,20 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         next_command=race if verdict(tests) != ALIKE else "",
         mark=dict(zip((ALIKE, UNCLEAR, DIFFERENT), MARKS, strict=True))[verdict(tests)],
     )
+
+
+def race_command(words: str, rows: int) -> str:
+    """The command of a race on so many training rows, of batches so small that it has a look.
+
+    >>> race_command("--train_file rows.jsonl", 400), race_command("--train_file rows.jsonl", 32)
+    ('alphatoken race --train_file rows.jsonl', 'alphatoken race --train_file rows.jsonl \
+--per_device_train_batch_size 4')
+    """
+    batch = next(
+        b for b in (TRAIN_BATCH, 4, 2, 1) if b == 1 or -(-rows // b) * EPOCHS >= FIRST_LOOK
+    )
+    more = "" if batch == TRAIN_BATCH else f" --per_device_train_batch_size {batch}"
+    return f"alphatoken race {words}{more}"
 
 
 # --- rows -----------------------------------------------------------------------------------------

@@ -186,6 +186,7 @@ def looks_of(steps: int, looks: Sequence[int] | None) -> tuple[int, ...]:
             "the run is over before the last look",
             got=f"a look at step {chosen[-1]}, {steps} steps",
             why=f"before step {EARLIEST} whatever selects is ahead, also where it loses",
-            remedy="more steps, or looks at earlier steps all the same: --looks N",
+            remedy="more steps (a smaller --per_device_train_batch_size, more epochs, "
+            "--max_steps), or looks at earlier steps all the same: --looks N",
         )
     return tuple(chosen)

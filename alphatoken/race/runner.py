@@ -30,7 +30,13 @@ import torch
 from transformers import TrainerCallback
 
 from alphatoken.direction.objective import objective_value
-from alphatoken.errors import ConfigError, DataError, NumericalError, UnsupportedError
+from alphatoken.errors import (
+    AlphaTokenError,
+    ConfigError,
+    DataError,
+    NumericalError,
+    UnsupportedError,
+)
 from alphatoken.model.forward import evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.race.arms import ALL, CACHES, EARLIEST, Arm, looks_of, read_arms
@@ -355,8 +361,14 @@ class Race:
             self._first = self._trainer(self.arms[ALL], self._arm_folder(ALL))
         else:
             self._refuse_checkpoints()
-            self._first = self._trainer(self.arms[ALL], self._arm_folder(ALL))
-            self._write()
+            before = (self.folder / ARMS).exists()
+            try:
+                self._first = self._trainer(self.arms[ALL], self._arm_folder(ALL))
+                self._write()
+            except AlphaTokenError:
+                if not before:  # else a second try would be taken for another run's folder
+                    shutil.rmtree(self.folder / ARMS, ignore_errors=True)
+                raise
         for line in self.plan():
             self.say(line)
 

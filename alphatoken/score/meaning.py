@@ -23,6 +23,7 @@ class Meaning:
         unit: of a value, after its number.
         rate: of one-step values, the step by which a tooltip turns one into a change of the loss.
         after: of values that are a loss before less a loss after, after what; or "".
+        trusted: which the trusted rows are that a page marks.
     """
 
     lead: str = (
@@ -32,6 +33,7 @@ class Meaning:
     unit: str = ""
     rate: float | None = None
     after: str = ""
+    trusted: str = "which the values are against and which therefore lie higher"
 
 
 def meaning_of(settings: Mapping[str, object], trusted: str) -> Meaning:

@@ -90,7 +90,10 @@ def _sections(
     scales = {key: full_scale([one["values"][key] for one in every]) for key in present}
     templates, losses = environment(), any("loss" in one for one in shown)
     overview = templates.get_template("overview.html.j2").render(
-        histogram=row_histogram(summary.row_means, trusted), unit=meaning.unit, ends=ends
+        histogram=row_histogram(summary.row_means, trusted),
+        trusted=meaning.trusted,
+        unit=meaning.unit,
+        ends=ends,
     )
     rows = templates.get_template("rows.html.j2").render(
         components=described,

@@ -245,6 +245,7 @@ def test_what_a_race_refuses_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no configuration of a trainer"):
         race("model", {}, **arguments)
     assert not (tmp_path / "race" / "race.json").exists()
+    assert not (tmp_path / "race" / "arms").exists(), "a second try is not taken for another run"
 
 
 def test_arms_begin_at_the_same_weights(tmp_path: Path) -> None:
