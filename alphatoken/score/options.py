@@ -213,7 +213,7 @@ class CorpusOptions(
         """Options by which another command finds this model and these rows, for a shell.
 
         Model and files stand first, then what decides how rows are read and is not at its default.
-        None with an adapter: the commands that train begin at a whole model.
+        Empty with an adapter: the commands that train begin at a whole model.
         """
         if self.adapter is not None:
             return ""

@@ -322,9 +322,36 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     ]
     found = data.diagnose(subject(train=alike[8:28], validation=other, words=words))
     assert found.conclusion.startswith("Your rows differ from the trusted ones (p = ")
-    assert found.next_command == f"alphatoken race {words}"
+    assert found.next_command == data.race_command(words, 20)
     # In Python nobody has named any files.
     assert data.diagnose(subject(train=alike[8:28], validation=other)).next_command == ""
+
+
+@given(st.integers(8, 2000))
+def test_the_race_that_is_named_has_a_look(rows: int) -> None:
+    """Within the steps that TRL's own options give it, in the largest batches for which it has.
+
+    Proves: batch of the race that is named (exact), against ``looks_of`` and TRL's defaults.
+    """
+    pytest.importorskip("trl", reason="trl is not installed")
+    from trl import SFTConfig
+
+    from alphatoken.race.arms import looks_of
+
+    defaults = SFTConfig.__dataclass_fields__
+    epochs = int(defaults["num_train_epochs"].default)
+    *_, last = data.race_command("--train_file R", rows).split()
+    usual = int(defaults["per_device_train_batch_size"].default)
+    batch = int(last) if last.isdigit() else usual
+
+    def has_a_look(size: int) -> bool:
+        try:
+            return bool(looks_of(math.ceil(rows / size) * epochs, None))
+        except InputError:
+            return False
+
+    assert has_a_look(batch)
+    assert batch == usual or not has_a_look(2 * batch)
 
 
 def test_too_few_trusted_rows_to_tell_is_an_answer_too() -> None:
