@@ -331,7 +331,7 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
 def test_the_race_that_is_named_has_a_look(rows: int) -> None:
     """Within the steps that TRL's own options give it, in the largest batches for which it has.
 
-    Proves: batch of the race that is named (exact), against ``looks_of`` and TRL's defaults.
+    Proves: batch of the race that is named (exact), against the looks of a race of that run.
     """
     pytest.importorskip("trl", reason="trl is not installed")
     from trl import SFTConfig
