@@ -118,7 +118,7 @@ class ScorerConfig:
         choices=("both", "direct", "causal"),
     )
     # At most the depth of the model, since the default serves models of one or two layers as well.
-    # Where ``parameters`` are "all" it plays no part, and another choice is refused.
+    # Where ``parameters`` are "all" it plays no part.
     layers: int | str | Sequence[int] = option(
         _PAPER["layers"],
         "scored layers: the last K, 'all', or indices such as 0,4",
@@ -391,17 +391,6 @@ def refused_by_estimator(options: Mapping[str, Any]) -> Iterator[tuple[str, Conf
         )
     if estimator == WALK:
         yield from _refused_by_walk(values)
-    elif estimator == "label" and values["parameters"] == "all" and not _all_or_default(values):
-        yield (
-            "layers",
-            ConfigError(
-                "layers have no meaning beside parameters='all'",
-                got=f"layers={values['layers']!r}, parameters='all'",
-                why="every trainable parameter is valued, whichever layer it lies in",
-                remedy="layers='all' (--layers all), or parameters='linears' for the linears of "
-                "these layers",
-            ),
-        )
     elif not ParameterChoice.read(values["parameters"]).captured and estimator != "label":
         yield (
             "parameters",

@@ -44,7 +44,7 @@ from alphatoken.values import TokenValues, derivative_notes
 
 _LEAD = (
     "Blue: by its steps on this token the run lowered the validation loss, to first order. Orange: "
-    "it raised it. A value is step size times value, summed over the visits."
+    "it raised it. Numbers are the step size times the value, summed over the visits of a row."
 )
 _RUN_UNIT = "step size times value"
 _SHOWN_OPTIONS = {

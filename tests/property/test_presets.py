@@ -110,8 +110,6 @@ def test_keywords_override_and_another_estimator_is_refused() -> None:
     for name in NAMES:
         with pytest.raises(ConfigError, match=f"--value {name}, --estimator path"):
             getattr(ScorerConfig, name)(estimator="path")
-    with pytest.raises(ConfigError, match="layers have no meaning beside parameters='all'"):
-        ScorerConfig.exact(layers=2)
     for refused in ({"layers": 2}, {"window": 8}, {"stability_weight": 2.0}):
         with pytest.raises(ConfigError):
             ScorerConfig.walk(**refused)
