@@ -198,7 +198,8 @@ def scored_corpus(folder: Path, *, count: int = 64, batch: int = 8) -> CorpusCou
         stack.enter_context(mock.patch.object(encode, "encode_example", counted_row))
         words = f"score --model_name_or_path {folder} --train_file {rows} --validation_file "
         words += f"{held_out} --output_dir {out}/values --per_device_train_batch_size {batch} "
-        status = cli(f"{words} --max_length 256 --quiet --on_empty skip --no_report".split())
+        words += " --value paper --max_length 256 --quiet --on_empty skip --no_report"
+        status = cli(words.split())
     if status:
         raise RuntimeError(f"alphatoken score ended with {status}")
     positions, tokens = (sum(column) for column in zip(*computed, strict=True))
