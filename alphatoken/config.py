@@ -403,10 +403,6 @@ def refused_by_estimator(options: Mapping[str, Any]) -> Iterator[tuple[str, Conf
         )
 
 
-def _all_or_default(values: Mapping[str, Any]) -> bool:
-    return values["layers"] in (DEFAULT_LAYERS, "all")
-
-
 def _is_default(name: str, value: Any) -> bool:
     default = getattr(ScorerConfig, name)
     return value is default or (not isinstance(value, Mapping) and bool(value == default))
@@ -431,7 +427,7 @@ def _refused_by_walk(values: Mapping[str, Any]) -> Iterator[tuple[str, ConfigErr
     meaningless = {
         "objective": values["objective"] == "stability",
         "parameters": values["parameters"] not in ("linears", "all"),
-        "layers": not _all_or_default(values),
+        "layers": values["layers"] not in (DEFAULT_LAYERS, "all"),
     }
     for name, here in meaningless.items():
         if here:

@@ -121,12 +121,12 @@ class _Command:
     def __init__(
         self, read: Any, arguments: Any, by_arm: Mapping[str, Any], kind: type[Any]
     ) -> None:
+        from alphatoken.race.runner import check_validation_rows
+
         self._read, self._arguments, self._by_arm, self._kind = read, arguments, by_arm, kind
         # Of an arm that values tokens, because what rows are for depends on it.
         reader = next(own for name, own in by_arm.items() if name != ALL)
         self._tokenizer, datasets, self._notes = training.load_data(reader)
-        from alphatoken.race.runner import check_validation_rows
-
         self._entries = datasets.pop("train_entries", [])
         trusted = datasets.get("validation_dataset")
         if trusted is not None:

@@ -31,8 +31,8 @@ Chat = dict[str, Any]
 
 def chats(count: int, seed: int = 0) -> list[Chat]:
     """``count`` chats of question and answer, no two with one question."""
-    draw, seen = random.Random(seed), dict[str, Chat]()
-    while len(seen) < count:
+    draw, by_question = random.Random(seed), dict[str, Chat]()
+    while len(by_question) < count:
         question, answer = draw.choice(_KINDS)
         a, b = draw.randint(3, 30), draw.randint(2, 12)
         name, other = draw.sample(NAMES, 2)
@@ -40,8 +40,8 @@ def chats(count: int, seed: int = 0) -> list[Chat]:
         words |= {"sum": a + b, "product": a * b}
         turns = (("user", question), ("assistant", answer))
         messages = [{"role": role, "content": text.format(**words)} for role, text in turns]
-        seen.setdefault(messages[0]["content"], {"messages": messages})
-    return list(seen.values())
+        by_question.setdefault(messages[0]["content"], {"messages": messages})
+    return list(by_question.values())
 
 
 def with_wrong_words(rows: Sequence[Chat], share: float = 0.3, seed: int = 0) -> list[Chat]:

@@ -79,7 +79,8 @@ def race(
     _check_arguments(model, arguments)
     raise_first(refused_races(args))
     arms = read_arms(config.arms)
-    raise_first(refused_arms({arm.name: replace(args, **arm.options) for arm in arms}))
+    configurations = {arm.name: replace(args, **arm.options) for arm in arms}
+    raise_first(refused_arms(configurations))
     train_dataset = as_dataset(train_dataset, "training")
     validation_dataset = as_dataset(validation_dataset, "validation")
     for arm in arms:
@@ -93,7 +94,6 @@ def race(
         choosing_dataset = as_dataset(choosing_dataset, "choosing")
         validation_dataset = _without_leaks(validation_dataset, choosing_dataset, text_field)
     if hasattr(validation_dataset, "__len__"):
-        configurations = {arm.name: replace(args, **arm.options) for arm in arms}
         check_validation_rows(configurations, len(validation_dataset))
     warn_of_leaks(
         plain_rows(train_dataset), {"choosing": plain_rows(choosing_dataset)}, text_field=text_field

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from alphatoken.config import CAPTURED, WALK
+from alphatoken.presets import WALK_RATE
 from alphatoken.score.page import number
 
 RATE = 5e-5
@@ -76,7 +77,7 @@ def _of_walk(settings: Mapping[str, object], trusted: str) -> Meaning:
     lead = (
         "Blue: the loss of this token falls, by so many nats, when the model takes "
         f"{settings['walk_steps']} AdamW steps of rate "
-        f"{RATE if rate is None else _float(rate):g} on {trusted}. Orange: it rises."
+        f"{WALK_RATE if rate is None else _float(rate):g} on {trusted}. Orange: it rises."
     )
     one_sided = settings.get("walk_form", "one_sided") == "one_sided"
     return Meaning(lead, "nats", after="after the walk" if one_sided else "")

@@ -123,12 +123,12 @@ def _write_page(
     }
     page, name = job.options.folder / "report.html", Path(job.options.train_file).name
     if not ranks:
-        asked = job.options.keep_ratio is not None or job.options.rows is not None
+        selects = job.options.keep_ratio is not None or job.options.rows is not None
         title = f"Token values of {name}"
         path = job.trusted_file
         trusted_rows = read_values(path) if path.exists() else ()
         means = [mean_of(one, "total") for one in trusted_rows]
-        write_report(page, summary, title=title, trusted=means, selection=asked, **more)
+        write_report(page, summary, title=title, trusted=means, selection=selects, **more)
         return
     write_query_report(
         page,
