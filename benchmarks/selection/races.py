@@ -1,8 +1,8 @@
 """Races on rows of several kinds, each arm run to the end, so that the verdict can be judged.
 
 ``python -m benchmarks.selection races rivals --seeds 0`` (docs/measured.md); ``long_lora`` and
-``long_gemma3`` in place of ``rivals`` race by LoRA, on SmolLM2-135M and on Gemma 3 270M. A race of
-three arms looks at steps 20, 40 and 120 of 120 at a level at which no arm leaves. Its rows are the
+``long_gemma3`` in place of ``rivals`` race by LoRA, on SmolLM2-135M and on Gemma 3 270M. A race
+looks at steps 20, 40 and 120 of 120 at a level at which no arm leaves. Its rows are the
 16 choosing rows and, behind them, 40 target rows: ``decide`` is then asked again, with the choosing
 rows, the first two looks and the usual level, and the target rows say where each arm ended.
 """
@@ -21,7 +21,7 @@ import yaml
 from alphatoken.race.arms import ALL
 from alphatoken.race.decision import Column, decide
 from alphatoken.support.storage import write_json
-from benchmarks.pages import number, table
+from benchmarks.pages import number, span, table
 
 KINDS = {
     "words": "30 % of the words are wrong",
@@ -40,6 +40,8 @@ HELD_OUT = 1
 STEPS, LOOKS = 120, (20, 40)
 RESULTS = Path(__file__).with_name("results") / "races.json"
 _SHOWN = ("walk-80", "walk-rows")
+_WITH_ROWS = ("words", "mixed")
+"""Kinds of rows on which whole rows are raced too, in full: that arm values all rows first."""
 
 
 class Setting(NamedTuple):
@@ -79,6 +81,9 @@ def recipe(race: Race, model: str, rows: Path, judge: Path) -> dict[str, Any]:
     for walk in (top, by_rows):
         walk["walk_learning_rate"] = rate
     file, trusted = FILES.get(race.task, f"long-{race.task}.jsonl"), _trusted(race.task)
+    arms = {"walk-80": top, "walk-rows": {"policy": "walk-rows", "policy_options": by_rows}}
+    if race.grid != "rivals" or race.task not in _WITH_ROWS:
+        del arms["walk-rows"]
     return grid["options"] | {
         "use_cpu": True,
         "model_name_or_path": model,
@@ -93,7 +98,7 @@ def recipe(race: Race, model: str, rows: Path, judge: Path) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "export_values": False,
-        "arms": {"walk-80": top, "walk-rows": {"policy": "walk-rows", "policy_options": by_rows}},
+        "arms": arms,
         "looks": [*LOOKS, STEPS],
         "level": 1e-9,
         "stop_after_looks": True,
@@ -223,7 +228,7 @@ def rows_of_page(figures: Mapping[str, Any]) -> str:
             (
                 KINDS[race["task"]],
                 f"{SETTINGS[race['grid']].about}, seed {race['seed']}{held}",
-                *(_with_ends(last.get(arm)) for arm in _SHOWN),
+                *(_with_ends(last.get(arm), arm in race["ends"]) for arm in _SHOWN),
                 f"`{race['winner']}`",
                 *(number(race["ends"].get(arm), 3, "+") for arm in _SHOWN),
                 number(race["to_best"], 3, "+"),
@@ -234,9 +239,8 @@ def rows_of_page(figures: Mapping[str, Any]) -> str:
     return table(("rows", "run", *looks, "winner", *ends, "winner minus best"), rows)
 
 
-def _with_ends(interval: Sequence[float] | None) -> str:
-    """A dash where the arm had left before."""
+def _with_ends(interval: Sequence[float] | None, raced: bool) -> str:
+    """Whether an arm without an interval had left before, or was none of the race's."""
     if interval is None:
-        return "left"
-    value, low, high = (number(x, 3, "+") for x in interval)
-    return f"{value} [{low}, {high}]"
+        return "left" if raced else number(None)
+    return span(interval, 3, "+")

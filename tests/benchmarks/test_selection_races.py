@@ -73,7 +73,9 @@ def test_a_race_is_a_recipe_of_the_command(tmp_path: Path, grid: str, rate: floa
     methods = yaml.safe_load(GRID.read_text("utf-8"))["methods"]
     walk = {k: v for k, v in methods["walk-80"].items() if k != "family"}
     assert options["arms"]["walk-80"] == walk | {"walk_learning_rate": rate}
-    assert options["arms"]["walk-rows"]["policy_options"]["walk_learning_rate"] == rate
+    assert ("walk-rows" in options["arms"]) == (grid == "rivals")
+    if grid == "rivals":
+        assert options["arms"]["walk-rows"]["policy_options"]["walk_learning_rate"] == rate
 
 
 def test_a_race_on_functions_takes_its_trusted_rows_from_functions(tmp_path: Path) -> None:
@@ -105,6 +107,9 @@ def test_held_out_races_have_means_of_their_own(
     assert end < 0
     assert (seen["to_all"], seen["worst_to_all"]) == pytest.approx((end / 2, 0.0))
     assert held_out["worst_to_all"] == pytest.approx(end)
+    del figures["races"][asked[1].name]["ends"]["walk-rows"]
     page = races.rows_of_page(figures)
+    by_rows = [line.split("|")[4].strip() for line in page.splitlines()[2:]]
+    assert by_rows[1:] == ["left", "–"], "an arm that left is none that was not raced"
     assert page.count("held out") == 1
     assert "LoRA, seed 0" in page
