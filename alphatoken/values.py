@@ -387,6 +387,8 @@ class Certificate:
         derivative: as in ``TokenValues``.
         stated_error: of values by differences, as in ``TokenValues``, the largest of all ways;
             three times as much is allowed beside the tolerance.
+        rounding: of a walk, in nats: by how much the values of a copy differ at most whose weights
+            start one rounding beside the model's; three times as much is allowed.
     """
 
     estimator: str
@@ -399,6 +401,7 @@ class Certificate:
     dtype: str
     derivative: str | None = None
     stated_error: float = 0.0
+    rounding: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -436,6 +439,11 @@ class Certificate:
             lines.append(
                 f"  label values by differences ({self.derivative}): estimated relative error "
                 f"{self.stated_error:.1e}, three times as much is allowed"
+            )
+        if self.rounding:
+            lines.append(
+                f"  a walk that starts one rounding beside this one ends up to {self.rounding:.1e} "
+                "nats off, three times as much is allowed"
             )
         oracle = "the per-token oracle" if self.tokens else "a copy that plain PyTorch trained"
         if self.passed:
