@@ -156,7 +156,8 @@ class PolicyStage:
     train: Callable[..., Any] | None = None
     tokenizer: Any = None
     run: Mapping[str, Any] = field(default_factory=dict)
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    # A default in the class would have the documentation list it twice.
+    autocast: Callable[[], AbstractContextManager[Any]] = field(default_factory=lambda: nullcontext)
 
 
 class Columns(Protocol):
