@@ -368,11 +368,13 @@ class Race:
             self.say(line)
 
     def _try_weights(self) -> None:
-        """Have the weights of the rows read, one model after the other."""
+        """Have the weights of the rows read; one model at a time is in memory."""
         for name in self._weighed:
             self._first = None
             _free_memory()
             self._trainer(self.arms[name], self._arm_folder(name))
+        if self._weighed:
+            _free_memory()
 
     def _refuse_checkpoints(self) -> None:
         if earlier := checkpoints(self.folder):
