@@ -4,8 +4,8 @@ Columns: ``row`` (row of the training file, from 0), ``place`` (how a person fin
 ``response_tokens``, their number, and ``value_mean`` and ``value_sum`` of their totals; and lists
 with an entry a token: ``input_ids``, ``labels`` (-100: not learned), ``keep``, ``value`` (the
 total), and one list a component (:data:`alphatoken.score.COMPONENTS`); a component that the
-estimator does not split off is null. Values along a walk have ``loss``, the loss of each token
-before the walk. A run with queries adds ``query_1``, ``query_2``, ...:
+estimator does not split off is null. ``loss`` is the loss of each token in nats (of a walk: before
+it), null of values of a training run. A run with queries adds ``query_1``, ``query_2``, ...:
 adaptation against each query alone. ``derivative`` and ``error`` say how label values were taken
 and how far they may be off. Prompt tokens are there, with value 0. Values of a training run have
 five columns more (:class:`alphatoken.score.Visits`): ``visits``, ``last_step``, ``branch``, and
@@ -58,7 +58,7 @@ order of the page."""
 
 
 LOSS = "loss"
-"""Key, and column, of the losses before a walk, which values along it are differences from."""
+"""Key, and column, of the losses in nats; of a walk, those before it."""
 
 
 def query_key(number: int) -> str:
@@ -104,8 +104,8 @@ class ScoredExample:
         labels: their labels, -100 where nothing is learned.
         kept: (t,) boolean, True where the selection keeps the token.
         values: component key -> (t,) values; components that the estimator does not split off
-            are left out. Of a run with queries also ``query_key`` -> values against that query;
-            of a walk also ``LOSS`` -> the losses before it.
+            are left out. ``LOSS`` -> the losses, where they are known. Of a run with queries also
+            ``query_key`` -> values against that query.
         visits: of a training run, whose values are added up over them; None of any other.
         derivative: of label values, how they were differentiated, as in ``TokenValues``.
         error: of differences, the estimated relative error (norm over a batch of rows), as the
@@ -157,8 +157,8 @@ def _visible(character: str) -> str:
     return character
 
 
-# Key of a component -> column of a file.
-_COLUMNS = {key: "value" if key == "total" else key for key in COMPONENTS}
+# Key of a component, or of the losses -> column of a file.
+_COLUMNS = {key: "value" if key == "total" else key for key in (*COMPONENTS, LOSS)}
 
 _KEYS = {column: key for key, column in _COLUMNS.items()}
 # Begins the names of columns of values against one query.
@@ -222,7 +222,7 @@ def _record(example: ScoredExample) -> Record:
 
 def _types(first: Record | None) -> dict[str, str]:
     """Columns of a file with such records -> their types, a list's as ``[type]``."""
-    further = [name for name in first or () if name == LOSS or name.startswith(_QUERY)]
+    further = [name for name in first or () if name.startswith(_QUERY)]
     values = [] if first is None else [first[name] for name in (*_COLUMNS.values(), *further)]
     single = bool(values) and all(v is None or v.dtype == np.float32 for v in values)
     number = "[float]" if single else "[double]"
@@ -349,7 +349,7 @@ def _example(record: Record) -> ScoredExample:
         values={
             _KEYS.get(column, column): values.copy()
             for column, values in record.items()
-            if column in _KEYS or column == LOSS or column.startswith(_QUERY)
+            if column in _KEYS or column.startswith(_QUERY)
         },
         visits=visits,
         derivative=record.get("derivative"),

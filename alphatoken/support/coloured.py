@@ -42,7 +42,7 @@ class ShownToken:
     Attributes:
         text: that it adds to the text before it.
         value: None where it has none, as in a prompt.
-        loss: before the walk, where it is known.
+        loss: of the forward that was valued, where it is known.
     """
 
     text: str

@@ -286,7 +286,7 @@ VERDICTS = (
         ("diagnose.data._groups", "TRUSTED: reference}", "TRUSTED: walked}")),
     row("loss-at-the-end-of-the-walk", ROW_VALUES,
         "the losses beside the values are those after the walk",
-        ("estimate.walk.Walk._values", "before = here.to(dtype)", "before = there.to(dtype)")),
+        ("estimate.walk.Walk._values", "losses=here", "losses=there")),
     row("trusted-rows-judged-too", LEFT_OUT,
         "rows that are trusted are judged, some after a walk on themselves",
         ("diagnose.data._groups", "not in distinct]", "not in {}]")),
