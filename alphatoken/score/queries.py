@@ -27,9 +27,11 @@ from alphatoken.score.meaning import Meaning
 from alphatoken.score.page import Section, number, parts, render_page
 from alphatoken.score.summary import worded
 from alphatoken.score.token_kinds import is_control
-from alphatoken.score.value_page import shown_example, window
-from alphatoken.score.values import ScoredExample, query_key, responses, visible
+from alphatoken.score.value_page import row_list, shown_example, window
+from alphatoken.score.values import ScoredExample, query_key, responses
+from alphatoken.support.coloured import full_scale
 from alphatoken.support.storage import write_text
+from alphatoken.support.token_texts import visible
 
 
 def query_rows(texts: Sequence[str], fields: Fields) -> list[Row]:
@@ -194,11 +196,10 @@ def write_query_report(
     Raises:
         DataError: the file could not be written; an old one is intact.
     """
-    sections, lists = list[Section](), list[dict[str, Any]]()
-    for n, (query, rank) in enumerate(zip(queries, ranks, strict=True)):
-        section, shown = _section(n, query, rank, texts, meaning.unit)
-        sections.append(section)
-        lists += shown
+    sections = [
+        _section(n, query, rank, texts, meaning)
+        for n, (query, rank) in enumerate(zip(queries, ranks, strict=True))
+    ]
     html = render_page(
         title,
         _LEAD.format(counted=f"{number(rows)} rows were valued"),
@@ -208,7 +209,6 @@ def write_query_report(
         warnings=warnings,
         about=about,
         settings=settings,
-        data={"lists": lists, "unit": meaning.unit, "after": meaning.after, "rate": None},
     )
     write_text(path, html)
     return Path(path)
@@ -219,17 +219,16 @@ def _section(
     query: Example,
     rank: QueryRank,
     texts: Callable[[Sequence[int]], list[str]],
-    unit: str,
-) -> tuple[Section, list[dict[str, Any]]]:
+    meaning: Meaning,
+) -> Section:
     tokens, valued = texts(query.input_ids), responses(query.labels).tolist()
-    key, html, lists = query_key(n), [_text(tokens, valued)], []
+    key, html = query_key(n), [_text(tokens, valued)]
+    lists = list[dict[str, Any]]()
     ends = {"raise": rank.highest, "lower": rank.lowest}
     shown = {word: [_shown(*row, key, texts) for row in rows] for word, rows in ends.items()}
-    largest = max(
-        (abs(v) for rows in shown.values() for e in rows for v in e["values"][key]), default=0
-    )
-    if largest:
-        html.append(str(parts().scale(number(largest), unit)))
+    full = full_scale(v for rows in shown.values() for e in rows for v in e["values"][key])
+    if full:
+        html.append(str(parts().scale(number(full), meaning.unit)))
     for word, examples in shown.items():
         anchor = f"{key.replace('_', '-')}-{word}"
         html.append(f"<h3>Rows that {word} it most</h3>")
@@ -237,25 +236,18 @@ def _section(
             html.append(f"<p>No training row does {word} it.</p>")
             continue
         html.append(f'<div id="{anchor}"></div>')
-        lists.append(
-            {
-                "anchor": anchor,
-                "examples": examples,
-                "component": {"key": key, "name": "value"},
-                "saturation": largest,
-            }
-        )
+        lists.append(row_list(anchor, examples, key, full, meaning))
     reading = read_as(query)
     reading = f"{reading[:1].upper()}{reading[1:]}."
-    section = Section(
+    return Section(
         key.replace("_", "-"),
         visible(short(_words(query, tokens, valued), 90)),
         name=f"Query {n + 1}",
         verdict=f"{number(rank.raising)} training rows raise it, {number(rank.lowering)} lower it.",
         remarks=[reading, _READ, _HONEST] if n == 0 else [reading],
         html="\n".join(html),
+        lists=lists,
     )
-    return section, lists
 
 
 def _words(query: Example, tokens: Sequence[str], valued: Sequence[bool]) -> str:

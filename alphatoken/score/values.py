@@ -14,7 +14,6 @@ the lists ``rows`` and ``kept_share``.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,34 +126,6 @@ class ScoredExample:
     def response(self) -> NDArray[np.bool_]:
         """(t,) True where the token is a valued response token; the first one never is."""
         return responses(self.labels)
-
-
-# Joiners are format characters too, but emoji and many scripts need them: only these are marked.
-_STEERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
-
-
-def visible(text: str) -> str:
-    r"""Token text with a mark for every character that would be unseen, or would steer the page.
-
-    Line breaks and tabs get a mark and stay; other control characters, and characters that
-    override the direction of writing, are written out by number.
-
-    >>> visible("a\n")
-    'a↵\n'
-    """
-    return "".join(_visible(character) for character in text)
-
-
-def _visible(character: str) -> str:
-    if character == "\n":
-        return "\u21b5\n"
-    if character == "\t":
-        return "\u21e5\t"
-    code = ord(character)
-    steering = unicodedata.bidirectional(character) in _STEERING
-    if steering or code < 0x20 or 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000:
-        return f"\u27e8U+{code:04X}\u27e9"
-    return character
 
 
 # Key of a component, or of the losses -> column of a file.
