@@ -440,7 +440,8 @@ def _row_lists(
 ) -> dict[str, dict[str, Any]]:
     """A few rows of either end in colours, on the scale of all rows."""
     full = full_scale(value for one in scored for value in _nats(one)[0].tolist())
-    meaning = Meaning(unit="nats", after="after the walk")
+    lead = "Blue: the loss of the token falls along the walk, by so many nats. Orange: it rises."
+    meaning = Meaning(lead, "nats", after="after the walk")
     lists = {}
     for end, places in ends.items():
         shown = [

@@ -319,13 +319,15 @@ def section_of(
 
 
 def _rows_html(lists: Mapping[str, Mapping[str, Any]]) -> str:
-    """Their one scale, and the places in which the page's script draws them."""
+    """What their colours say, the one scale, and where the page's script draws them."""
     if not lists:
         return ""
     first, *_ = lists.values()
     sides = {one["anchor"]: title for title, one in lists.items()}
-    return str(page.parts().scale(page.number(first["full"]), first["unit"])) + str(
-        page.parts().ends_of(sides)
+    return (
+        f'<p class="aside">{escape(first["lead"])}</p>'
+        f"{page.parts().scale(page.number(first['full']), first['unit'])}"
+        f"{page.parts().ends_of(sides)}"
     )
 
 

@@ -278,9 +278,9 @@ def render_page(
     """The page as text; title, warnings, notes, ``about`` and settings are as of ``write_report``.
 
     With ``contents`` it begins with a card for each of its sections, its verdict, and has their
-    names in view wherever one reads. At the end stand ``rows``, sentences about the rows used, and,
-    folded, the settings. ``command`` is what made the page. Its script reads ``data`` and the lists
-    of the sections; without either there is no script.
+    names in view wherever one reads. At the end stand ``command``, which made the page, ``rows``,
+    sentences about the rows used, and, folded, the settings. Its script reads ``data`` and the
+    lists of the sections; without either there is no script.
     """
     script, lists = "", [one for section in sections for one in section.lists]
     if lists:

@@ -25,10 +25,10 @@ from alphatoken.data.rows import require_text, row_of
 from alphatoken.errors import DataError, short
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.page import Section, number, parts, render_page
-from alphatoken.score.summary import worded
+from alphatoken.score.summary import mean_of, worded
 from alphatoken.score.token_kinds import is_control
 from alphatoken.score.value_page import row_list, shown_example, window
-from alphatoken.score.values import ScoredExample, query_key, responses
+from alphatoken.score.values import LOSS, ScoredExample, query_key, responses
 from alphatoken.support.coloured import full_scale
 from alphatoken.support.storage import write_text
 from alphatoken.support.token_texts import visible
@@ -99,7 +99,10 @@ _ROWS = 10
 _TOKENS, _PROMPT = 300, 60
 """Tokens of a row that are shown, at most, and how many of its prompt before the response."""
 
-_LEAD = "Which training rows raise the probability of a text, and which lower it: {counted}."
+_LEAD = (
+    "Which training rows raise the probability of a text (blue tokens), and which lower it "
+    "(orange): {counted}."
+)
 
 _HONEST = (
     "A value says what the token would teach this model now. It does not say that the row is why "
@@ -108,10 +111,9 @@ _HONEST = (
 )
 
 _READ = (
-    "Blue tokens raise the probability of the query, orange ones lower it. Rows are ordered by the "
-    "sum of the values over their response tokens, so long rows come first where each token does "
-    "the same. Grey lines are prompts; open one to read all of it. Move over a token, or focus it "
-    "and use the arrow keys, for its value."
+    "Rows are ordered by the sum of the values over their response tokens, so long rows come first "
+    "where each token does the same. Grey lines are prompts; open one to read all of it. Move over "
+    "a token, or focus it and use the arrow keys, for its value."
 )
 
 
@@ -222,31 +224,31 @@ def _section(
     meaning: Meaning,
 ) -> Section:
     tokens, valued = texts(query.input_ids), responses(query.labels).tolist()
-    key, html = query_key(n), [_text(tokens, valued)]
-    lists = list[dict[str, Any]]()
+    key, reading, lists = query_key(n), read_as(query), list[dict[str, Any]]()
+    heading = f"<summary>{escape(reading[:1].upper() + reading[1:])}.</summary>"
+    html = [f"<details>{heading}{_text(tokens, valued)}</details>"]
     ends = {"raise": rank.highest, "lower": rank.lowest}
     shown = {word: [_shown(*row, key, texts) for row in rows] for word, rows in ends.items()}
     full = full_scale(v for rows in shown.values() for e in rows for v in e["values"][key])
     if full:
         html.append(str(parts().scale(number(full), meaning.unit)))
+    sides = {}
     for word, examples in shown.items():
-        anchor = f"{key.replace('_', '-')}-{word}"
-        html.append(f"<h3>Rows that {word} it most</h3>")
-        if not examples:
+        if examples:
+            anchor = f"{key.replace('_', '-')}-{word}"
+            sides[anchor] = f"Rows that {word} it most"
+            lists.append(row_list(anchor, examples, key, full, meaning))
+        else:
             html.append(f"<p>No training row does {word} it.</p>")
-            continue
-        html.append(f'<div id="{anchor}"></div>')
-        lists.append(row_list(anchor, examples, key, full, meaning))
-    reading = read_as(query)
-    reading = f"{reading[:1].upper()}{reading[1:]}."
+    html.append(str(parts().ends_of(sides)))
     return Section(
         key.replace("_", "-"),
         visible(short(_words(query, tokens, valued), 90)),
         name=f"Query {n + 1}",
         verdict=f"{number(rank.raising)} training rows raise it, {number(rank.lowering)} lower it.",
-        remarks=[reading, _READ, _HONEST] if n == 0 else [reading],
         html="\n".join(html),
         lists=lists,
+        notes=[_READ, _HONEST] if n == 0 else [],
     )
 
 
@@ -267,7 +269,8 @@ def _shown(
     start, end = window(example, _TOKENS, _PROMPT)
     count, length = int(example.response.sum()), len(example.ids)
     part = f"; tokens {start} to {end - 1} of {length} shown" if end - start < length else ""
-    said = f"sum {number(total, signed=True)} over {count} response tokens{part}"
+    loss = f"; loss {number(mean_of(example, LOSS))}" if LOSS in example.values else ""
+    said = f"sum {number(total, signed=True)} over {count} response tokens{loss}{part}"
     return shown_example(example, start, end, [key]) | {"kept": None, "said": said}
 
 

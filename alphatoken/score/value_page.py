@@ -272,6 +272,7 @@ def row_list(
         "examples": examples,
         "key": key,
         "full": full,
+        "lead": meaning.lead,
         "unit": meaning.unit,
         "after": meaning.after,
     }

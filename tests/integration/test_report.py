@@ -509,6 +509,13 @@ def test_browser_shows_the_ends_first_and_sorts_the_rows(walked: Browser) -> Non
     assert walked.evaluate("document.querySelectorAll('.axis i').length") == 2
 
 
+def test_browser_begins_with_the_oddest_row_and_the_unit(walked: Browser) -> None:
+    try:
+        walked.begins_with("#lowest .tok", ".scale")
+    finally:
+        walked.resize(1200, 900)
+
+
 def test_browser_folds_prompts_to_a_line_without_its_template(walked: Browser) -> None:
     fold = "document.querySelector('#examples details.prompt')"
     assert walked.evaluate(f"{fold}.querySelector('summary').textContent") == "Say it"
