@@ -23,11 +23,11 @@ def test_a_walk_of_the_models_own_and_its_options(
     common = ["score", "--train_file", str(models / "rows.jsonl"), "--no_report", "--quiet"]
     common += ["--model_name_or_path", str(models / "model"), "--validation_rows", "8"]
     walk = ["--estimator", "walk", "--walk_steps", "2", "--walk_learning_rate", "1e-3"]
-    assert main([*common, *walk, "--output_dir", str(tmp_path / "own")]) == 0
+    assert main([*common, *walk, "--verify", "3", "--output_dir", str(tmp_path / "own")]) == 0
+    assert "agrees with a copy that plain PyTorch trained" in capsys.readouterr().out
     settings = json.loads((tmp_path / "own" / "run.json").read_text())["settings"]
     assert (settings["walk_steps"], settings["walk_learning_rate"]) == (2, 1e-3)
     refused = {
-        "certificate": [*walk, "--verify", "3"],
         "stability side": [*walk, "--fisher_file", "none.safetensors"],
         "walk_steps": ["--walk_steps", "2", "--estimator", "path"],
         "not allowed with": [*walk, "--reference", str(models / "after")],
