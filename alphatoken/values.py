@@ -55,8 +55,8 @@ class TokenValues:
             What rounding adds to it is this batch's own; what truncation adds is measured on some
             batches, and on any whose values are of another size.
         error_age: batches since the truncation in ``error`` was measured; 0 on this one.
-        losses: (b, t) of "walk", the losses before the walk, in nats, without token weights; None
-            of other estimators.
+        losses: (b, t) losses of the response tokens in the forward that was valued, in nats,
+            without token weights; of "walk" before the walk. None where M is 0, and no forward ran.
         input_ids: (b, t) tokens of the batch; None of an observed forward that took no ids.
     """
 
@@ -238,7 +238,7 @@ class TokenValues:
 
         Columns: ``row`` and ``position`` (the indices into ``total``), ``token_id`` where it is
         known, ``token`` (its text, if there is a tokenizer), ``value``, a column for each of
-        ``components()``, and ``loss`` of walk values.
+        ``components()``, and ``loss`` where ``losses`` are known.
 
         Args:
             tokenizer: of the model; None leaves the texts out.

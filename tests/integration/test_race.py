@@ -492,6 +492,8 @@ def test_the_command_stops_and_goes_on(place: Path, capsys: pytest.CaptureFixtur
     err = capsys.readouterr().err
     assert "8 of 16 validation rows are set aside to choose by, and 8 are left for the arms" in err
     assert "to go on: alphatoken race" in err
+    page = (place / "stopped" / "race.html").read_text("utf-8")
+    assert page.index("What a race does not say") < page.index('class="command">alphatoken race')
     assert not (place / "stopped" / "model.safetensors").exists()
     assert main(["race", *own]) == 2
     assert "is not empty" in capsys.readouterr().err
