@@ -303,7 +303,9 @@ def _score_batch(scorer: Scorer, examples: Sequence[Example], queries: int) -> l
         raise ModelError(
             "out of memory",
             got=str(error)[:200],
-            remedy="a smaller --per_device_train_batch_size or --max_length"
+            remedy="a smaller --per_device_train_batch_size"
+            + " (which takes another walk)" * walks
+            + " or --max_length"
             + "; or --value paper, which moves no weight" * walks,
         ) from None
     columns = {key: getattr(values, key) for key in COMPONENTS}
