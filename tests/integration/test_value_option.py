@@ -7,8 +7,6 @@ import json
 import shlex
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
-from urllib.request import url2pathname
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.diagnose_options import read_request
 from alphatoken.errors import ConfigError
 from alphatoken.score.job import require_trained_layers
+from alphatoken.support.storage import open_line
 from alphatoken.train.dpo import AlphaDPOConfig
 from alphatoken.train.sft import AlphaSFTConfig
 from tests.integration.small_world import World, flags
@@ -268,8 +267,7 @@ def test_a_result_ends_with_what_opens_it_and_the_next_command(
     words |= {"validation": world / "validation.jsonl", "out": tmp_path / "out"}
     assert main(["score", *flags(words)]) == 0
     *_, opens, then = capsys.readouterr().out.splitlines()
-    page = opens.removeprefix("open: python -m webbrowser ")
-    assert Path(url2pathname(urlparse(page).path)) == tmp_path / "out" / "report.html"
+    assert opens == open_line(tmp_path / "out" / "report.html")
     command = shlex.split(then.removeprefix("next: alphatoken "))
     assert command[:2] == ["diagnose", "data"]
     options, _ = read_request(*command[1:])
