@@ -17,6 +17,7 @@ from typing import Any
 from alphatoken.cli.program import HELP_ALL, CommandParser, add_option, kinds_of, shorten_help
 from alphatoken.cli.recipes import accelerate_config, packaged_recipes
 from alphatoken.cli.training_options import RaceArguments, RowArguments, RunArguments
+from alphatoken.cli.value_options import say_preset
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.presets import values_in_words
 from alphatoken.score.options import ScoreOptions
@@ -196,6 +197,7 @@ https://huggingface.co/docs/trl/{trl}_trainer""",
             if f"--{one.name}" not in parser._option_string_actions:  # not shown already
                 add_option(group, one, field_kinds[one.name], f"--{one.name}")
     shorten_help(parser, _SHOWN[command], words)
+    say_preset(parser, words, "walk" if command == "race" else "paper")
     return parser.format_help()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.diagnose_options import read_request
+from alphatoken.config import ValueOptions
 from alphatoken.errors import ConfigError
+from alphatoken.presets import written_options
 from alphatoken.score.job import require_trained_layers
 from alphatoken.support.storage import open_line
 from alphatoken.train.dpo import AlphaDPOConfig
@@ -242,6 +245,29 @@ def test_the_help_is_short_and_all_of_it_is_behind_a_flag(
     for line in short:
         name = line.split()[0] if line.startswith("  --") else ""
         assert not name or name in options, line
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("score", "walk"), ("race", "walk"), ("diagnose data", "walk"), ("sft", "paper"),
+        ("dpo", "paper"), ("diagnose utility", "paper"), ("score --value exact", "exact"),
+        ("race --value=paper", "paper"), ("score --estimator path", None),
+    ],
+)  # fmt: skip
+def test_the_help_says_the_defaults_that_are_in_force(
+    words: str, value: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of options that the preset in force sets, its own; of the others the field's."""
+    entries = "\n".join(help_of(capsys, *words.split(), "--help_all")).split("\n  --")
+    texts = {one.split()[0]: " ".join(one.partition("\n\n")[0].split()) for one in entries}
+    preset = written_options(value, {}) if value else {}
+    for name, default in ((one.name, one.default) for one in fields(ValueOptions)):
+        # Of one that is None its help says which number that is.
+        shown = "" if default is None else f"(default {default})"
+        if preset.get(name) is not None:
+            shown = f"(of --value {value}: {preset[name]})"
+        assert texts[name].endswith(shown), texts[name]
 
 
 @pytest.mark.parametrize("command", ["show", "fisher"])
