@@ -464,11 +464,14 @@ class Scorer:
         """Certify what ``score`` and ``observe`` return; see ``alphatoken.certificate``.
 
         The oracle builds scope, labels, G, V, P and M anew from what was handed to this scorer,
-        and compares every component of every sampled token by itself.
+        and compares every component of every sampled token by itself. Values along a walk, or to a
+        second model, are compared for every token with the losses of a copy of the model that
+        ``torch.optim.AdamW`` trains (memory: two models, gradients and moments more).
 
         Args:
             batch: a labelled batch.
-            tokens: response tokens sampled for the per-token oracle (one backward each).
+            tokens: response tokens sampled for the per-token oracle (one backward each); unread by
+                a walk.
             seed: of that sample.
             token_weights: as in ``Observed.values``.
             step_weights: as in ``Observed.values``.

@@ -377,7 +377,8 @@ class Certificate:
     Attributes:
         estimator: its name.
         checks: the worst entry of each component that was compared.
-        tokens: response tokens sent through the oracle one by one.
+        tokens: response tokens sent through the oracle one by one; none of a walk, where a copy's
+            two losses give the value of every token.
         compared: response tokens of which every component was compared.
         batch_tokens: response tokens of the batch.
         arithmetic: row of the table of tolerances.
@@ -424,8 +425,9 @@ class Certificate:
         """A short table that ends in the verdict."""
         lines = [
             f"Certificate for estimator '{self.estimator}' ({self.arithmetic}): {self.compared} of "
-            f"{self.batch_tokens} tokens compared, {self.tokens} of them sent back one by one; "
-            f"{self.seconds:.0f} s"
+            f"{self.batch_tokens} tokens compared, "
+            + (f"{self.tokens} of them sent back one by one; " if self.tokens else "")
+            + f"{self.seconds:.0f} s"
         ]
         for check in self.checks:
             off = "" if check.passed else "  <- off"
@@ -435,14 +437,15 @@ class Certificate:
                 f"  label values by differences ({self.derivative}): estimated relative error "
                 f"{self.stated_error:.1e}, three times as much is allowed"
             )
+        oracle = "the per-token oracle" if self.tokens else "a copy that plain PyTorch trained"
         if self.passed:
             worst = max(self.checks, key=lambda check: check.error)
             lines.append(
-                f"  every component agrees with the per-token oracle: error {worst.error:.1e} of "
+                f"  every component agrees with {oracle}: error {worst.error:.1e} of "
                 f"the absolute terms of its entry (tolerance {worst.tolerance:.1e})"
             )
         else:
             lines += [f"  {check}" for check in self.failures]
             names = ", ".join(check.component for check in self.failures)
-            lines.append(f"  DOES NOT AGREE with the per-token oracle: {names} does not agree")
+            lines.append(f"  DOES NOT AGREE with {oracle}: {names} does not agree")
         return "\n".join(lines)

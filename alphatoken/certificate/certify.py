@@ -5,6 +5,8 @@ The oracle builds scope, labels, G, V, P, lambda and M anew from what the user g
 ``Scorer.observe`` is then compared entry by entry, relative to that entry's own absolute terms, by
 one table of tolerances. What is off is named: component, token, place.
 
+Values along a walk are compared with the losses of a copy that plain torch trains.
+
 What an estimator approximates is certified to be what its definition says. How far that lies from
 the exact causal value is the diagnostic ``value-propagation``'s, how values rank ``estimators``'.
 """
@@ -23,6 +25,8 @@ import torch
 from torch import Tensor
 
 from alphatoken.certificate.expected import SIDES, Entry, Expected
+from alphatoken.certificate.expected_walk import ExpectedWalk
+from alphatoken.config import WALK
 from alphatoken.direction.algebra import Direction
 from alphatoken.errors import AlphaTokenError, InputError, UnsupportedError
 from alphatoken.estimate.captured import Captured, ColumnSums
@@ -51,7 +55,8 @@ def certify(
 
     Cost: a forward and a backward for each validation batch, two or three of both for ``batch``,
     and one backward for each sampled token; besides three scorings. ``progress`` counts the sampled
-    tokens.
+    tokens. Of a walk: its steps again, on a copy, and one or two forwards; ``progress`` counts
+    steps.
 
     Raises:
         InputError: fewer than one token. UnsupportedError: see ``Scorer.verify``.
@@ -66,33 +71,27 @@ def certify(
             why="the oracle builds everything anew, from what this process was given",
             remedy="build a Scorer without them, on the whole model and validation set",
         )
-    if arguments.config.estimator == "walk":
-        raise UnsupportedError(
-            "values along a walk have no certificate",
-            got="estimator='walk'",
-            why="each is one loss less another, and nothing in it is approximated; where the walk "
-            "led is the result of training",
-            remedy="compare them with a model that you train yourself: Scorer(reference=...)",
-        )
     start = time.monotonic()
     weights = {"token_weights": token_weights, "step_weights": step_weights}
     by_way = _ways(scorer, batch, weights)
     if fisher_file is not None:
         arguments = replace(arguments, retention=read_drift(fisher_file))
-    expected = Expected(arguments, batch, **weights)
+    walks = arguments.config.estimator == WALK
+    expected = (ExpectedWalk if walks else Expected)(arguments, batch, **weights)
     sampled = _sample(expected.mask, tokens, seed)
-    count = int(sampled.sum())
-    tracker = Tracker("Certificate", count, progress)
+    count = 0 if walks else int(sampled.sum())
+    tracker = Tracker("Certificate", arguments.config.walk_steps if walks else count, progress)
     expected.compute(sampled, tracker)
-    tracker.report(count)
+    tracker.report(tracker.total)
     row, tolerance = expected.arithmetic
     stated = max(values.error for values in by_way.values())
-    direction = scorer.direction_for(batch, step_weights=step_weights)
+    # What a walk moved is seen in every loss; its way is no direction that anything is read along.
+    direction = None if walks else scorer.direction_for(batch, step_weights=step_weights)
     checks = [
         replace(c, tolerance=tolerance + 3 * stated * (c.component in expected.components))
         for c in _checks(batch, direction, by_way, expected)
     ]
-    if not all(check.passed for check in checks):
+    if not walks and not all(check.passed for check in checks):
         # The fault that is to be named may stop this as well.
         with suppress(AlphaTokenError, RuntimeError, LookupError):
             inside = values_by_parameter(scorer.estimator, batch, **weights)
@@ -142,7 +141,7 @@ def _ways(
 
 def _checks(
     batch: Mapping[str, Any],
-    direction: Direction,
+    direction: Direction | None,
     by_way: Mapping[str, TokenValues],
     expected: Expected,
 ) -> list[Check]:
@@ -152,7 +151,7 @@ def _checks(
         for way, values in by_way.items()
         for check in _of_values(way, values, batch, expected)
     ]
-    every += _of_direction(direction, expected)
+    every += [] if direction is None else _of_direction(direction, expected)
     every.append(Check("attention", expected.attention_error, 0.0))
     every.append(Check("oracle", expected.own_error, 0.0))
     worst: dict[str, Check] = {}

@@ -190,11 +190,16 @@ class Expected:
         """Logits of the untouched model."""
         if self.arguments.adapter is not None:
             return self.arguments.adapter.forward(inputs)
+        return self.plain_forward(self.model, inputs)
+
+    @staticmethod
+    def plain_forward(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """Logits of a model that is called as transformers' models are."""
         kept = {k: v for k, v in inputs.items() if k not in _NOT_INPUTS}
-        if hasattr(getattr(self.model, "config", None), "use_cache"):
+        if hasattr(getattr(model, "config", None), "use_cache"):
             kept["use_cache"] = False
-        with kept_frequencies(self.model):
-            output = self.model(**kept)
+        with kept_frequencies(model):
+            output = model(**kept)
         logits = output if isinstance(output, Tensor) else output.logits
         assert isinstance(logits, Tensor)
         return logits

@@ -408,11 +408,11 @@ def central_walk_values(
     ``walk_form="central"``.
     """
     # theta - D is as far behind the start as the end is ahead of it
-    behind = _moved(model, end, -1.0)
+    behind = moved_along(model, end, -1.0)
     return walk_values(behind, end, forward_of, batch) / 2
 
 
-def _moved(model: nn.Module, end: nn.Module, share: float) -> nn.Module:
+def moved_along(model: nn.Module, end: nn.Module, share: float) -> nn.Module:
     """A copy whose weights lie a share of the way from the one model to the other."""
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -438,7 +438,7 @@ def label_values_along(
     """
     back, values = _along(model, end), torch.zeros(batch["labels"].shape, dtype=torch.float64)
     for position, weight in zip(*np.polynomial.legendre.leggauss(nodes), strict=True):
-        twin = _moved(model, end, float(position + 1) / 2)
+        twin = moved_along(model, end, float(position + 1) / 2)
         # nodes and weights of [-1, 1] brought to [0, 1]: s = (z + 1) / 2, ds = dz / 2
         values += float(weight) / 2 * label_values(twin, forward_of(twin), batch, back)
     return values
@@ -452,7 +452,7 @@ def curvature_along(
     The forward goes through operators that autograd differentiates twice. Exactness: exact up to
     the model's own arithmetic; the contraction is in float64.
     """
-    twin, direction = _moved(model, end, share), _along(model, end)
+    twin, direction = moved_along(model, end, share), _along(model, end)
     parameters = directed_parameters(twin, direction)
     along = [direction[name].to(parameter) for name, parameter in parameters.items()]
     curvatures = torch.zeros(batch["labels"].shape, dtype=torch.float64)

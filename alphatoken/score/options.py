@@ -288,8 +288,8 @@ class ScoreOptions(CorpusOptions):
     )
     verify: int | None = option(
         None,
-        "number of tokens to certify by the slow oracle; exit status 2 if a number is off; without "
-        "--value it takes the paper's values, since a walk has no certificate",
+        "number of tokens of a batch to certify by the slow oracle (of a walk all tokens, by "
+        "training a copy of the model); exit status 2 if a number is off",
         at_least=1,
         metavar="TOKENS",
     )
@@ -323,7 +323,6 @@ def rules_out_walk(options: Mapping[str, Any]) -> str:
     """The flag beside which no walk can be taken, or ""."""
     flags = {
         "--fisher_file": options["fisher_file"] is not None,
-        "--verify": options["verify"] is not None,
         "more than one --query": len(options["query"]) > 1,
     }
     return next((flag for flag, named in flags.items() if named), "")

@@ -64,17 +64,11 @@ def score_corpus(options: ScoreOptions) -> None:
         AlphaTokenError: wrong input, with what and where. KeyboardInterrupt: says how to go on.
     """
     here = _this_process()
-    # Its error comes now, and not after the first batch.
+    # Their errors come now, and neither after the first batch nor after a folder was made.
     keep_count(options.ratio, 1, name="--keep_ratio")
+    options.scorer_config()
     require_writable(options.output_dir)
     _check_engine(options, here)
-    if options.scorer_config().estimator == "walk" and options.verify is not None:
-        raise ConfigError(
-            "values along a walk have no certificate",
-            got=f"--verify {options.verify}, --value walk",
-            why="each is one loss less another, and nothing in it is approximated",
-            remedy="leave --verify out, or --value exact",
-        )
     if find_spec("pyarrow") is None:  # missed now, and not after the work
         raise ConfigError("value files need pyarrow", remedy="pip install 'alphatoken[data]'")
     options = here.share_of(options)

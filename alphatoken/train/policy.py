@@ -16,6 +16,7 @@ Everything is (b, t) with index i for token i, as all over the library, and 0 of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -142,6 +143,7 @@ class PolicyStage:
             ``alphatoken.train.policy_stage`` for more arguments.
         tokenizer: of the model.
         run: options of the trainer that the result of ``train`` depends on, as JSON values.
+        autocast: the run's precision, for a pass that values rows as the run would.
     """
 
     model: Any
@@ -154,6 +156,7 @@ class PolicyStage:
     train: Callable[..., Any] | None = None
     tokenizer: Any = None
     run: Mapping[str, Any] = field(default_factory=dict)
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class Columns(Protocol):

@@ -179,6 +179,7 @@ def _stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> P
         train=partial(_train_copy, trainer) if can_train_copies else None,
         run=run_options(options),
         tokenizer=text_tokenizer(trainer.processing_class),
+        autocast=trainer.accelerator.autocast,
     )
 
 

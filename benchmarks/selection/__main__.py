@@ -12,7 +12,7 @@ from benchmarks.data import data_folder
 from benchmarks.pages import DOCS
 from benchmarks.selection import races
 from benchmarks.selection.report import MODELS, write_report
-from benchmarks.selection.rows import LITTLE, write_little_dirt, write_rows
+from benchmarks.selection.rows import write_later, write_rows
 from benchmarks.selection.store import RESULTS, synchronised
 
 HERE = Path(__file__).parent
@@ -23,7 +23,7 @@ def main() -> None:
     """Parse the command line and go."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.selection", description=__doc__)
     parser.add_argument("command", choices=["run", "find", "list", "races", "report"])
-    parser.add_argument("grid", choices=[*MODELS], nargs="?", default="smollm2")
+    parser.add_argument("grid", choices=[*MODELS], nargs="?", help="smollm2; races: rivals")
     parser.add_argument("--work", type=Path, default=Path("build/selection"), help="work folder")
     parser.add_argument(
         "--draw", type=int, default=0, help="of rows and dirt; others than 0 confirm the first"
@@ -32,6 +32,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", help="those of the grid; races: 0")
     parser.add_argument("--tasks", nargs="*", help="those of the grid; races: all kinds of rows")
     options, more = parser.parse_known_args()
+    options.grid = options.grid or ("rivals" if options.command == "races" else "smollm2")
+    if options.command == "races" and options.grid not in races.SETTINGS:
+        parser.error(f"races are of {', '.join(races.SETTINGS)}, not {options.grid}")
     work = options.work.resolve()
     # The report is of all draws; each names its own rows.
     prepare(work, 0 if options.command == "report" else options.draw)
@@ -41,7 +44,12 @@ def main() -> None:
         return
     model, rows = str(models_folder() / FOLDERS[options.grid]), Path(os.environ["SELECTION_ROWS"])
     if options.command == "races":
-        races.run(work, model, rows, options.seeds or [0], options.tasks or [*races.KINDS])
+        asked = [
+            races.Race(options.grid, task, options.draw, seed)
+            for seed in options.seeds or [0]
+            for task in options.tasks or [*races.KINDS]
+        ]
+        races.run(work, model, rows, asked)
         races.report(DOCS / "races.json")
         return
     more += ["--seeds", *map(str, options.seeds)] if options.seeds else []
@@ -79,9 +87,8 @@ def prepare(work: Path, draw: int = 0) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         write_rows(partial, draw)
         partial.rename(rows)
-    # Rows of an earlier version lack this file, and are not drawn again.
-    if (rows / "long-clean.jsonl").exists() and not (rows / LITTLE).exists():
-        write_little_dirt(rows, draw)
+    if (rows / "long-clean.jsonl").exists():
+        write_later(rows, draw)
 
 
 if __name__ == "__main__":

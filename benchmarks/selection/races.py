@@ -1,9 +1,10 @@
-"""Races on rows of five kinds, each arm run to the end, so that the verdict can be judged.
+"""Races on rows of several kinds, each arm run to the end, so that the verdict can be judged.
 
-``python -m benchmarks.selection races --seeds 0`` (docs/measured.md). A race of three arms looks
-at steps 20, 40 and 120 of 120 at a level at which no arm leaves. Its rows are the 16 choosing rows
-and, behind them, 40 target rows: ``decide`` is then asked again, with the choosing rows, the first
-two looks and the usual level, and the target rows say where each arm ended.
+``python -m benchmarks.selection races rivals --seeds 0`` (docs/measured.md); ``long_lora`` and
+``long_gemma3`` in place of ``rivals`` race by LoRA, on SmolLM2-135M and on Gemma 3 270M. A race
+looks at steps 20, 40 and 120 of 120 at a level at which no arm leaves. Its rows are the
+16 choosing rows and, behind them, 40 target rows: ``decide`` is then asked again, with the choosing
+rows, the first two looks and the usual level, and the target rows say where each arm ended.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from alphatoken.race.arms import ALL
 from alphatoken.race.decision import Column, decide
 from alphatoken.support.storage import write_json
-from benchmarks.pages import number, table
+from benchmarks.pages import number, span, table
 
 KINDS = {
     "words": "30 % of the words are wrong",
@@ -28,70 +29,120 @@ KINDS = {
     "responses": "30 % of the responses answer another row",
     "mixed": "half of the rows are of another kind",
     "clean": "clean",
+    "library": "functions, 30 % of their words are wrong",
+    "cut": "half of the responses end in their middle",
 }
-"""File of rows, after ``long-``, and what is in it."""
+"""Kinds of rows, and what is in them."""
+FILES = {"library": "library-words.jsonl"}
+"""Files of training rows that are not ``long-`` and the kind."""
+HELD_OUT = 1
+"""The draw of rows that nothing on the page was chosen by."""
 STEPS, LOOKS = 120, (20, 40)
-RATE = 3.0e-5
 RESULTS = Path(__file__).with_name("results") / "races.json"
 _SHOWN = ("walk-80", "walk-rows")
+_WITH_ROWS = ("words", "mixed")
+"""Kinds of rows on which whole rows are raced too, in full: that arm values all rows first."""
 
 
-def recipe(grid: Path, model: str, rows: Path, judge: Path, task: str, seed: int) -> dict[str, Any]:
-    """Options of ``alphatoken race``: those of the grid of rivals, on one kind of rows."""
-    spec = yaml.safe_load(grid.read_text(encoding="utf-8"))
-    methods = spec["methods"]
-    top = {k: v for k, v in methods["walk-80"].items() if k != "family"}
-    by_rows = {"policy": "walk-rows", "policy_options": methods["walk-rows"]["policy_options"]}
-    return spec["options"] | {
+class Setting(NamedTuple):
+    """What a grid's races train: its name on the page, and the rate of the runs and the walk."""
+
+    about: str
+    rate: float
+
+
+SETTINGS = {
+    "rivals": Setting("full", 3.0e-5),
+    "long_lora": Setting("LoRA", 3.0e-4),
+    "long_gemma3": Setting("Gemma, LoRA", 3.0e-4),
+}
+"""By grid; the first of the two rates that the grid tries."""
+
+
+class Race(NamedTuple):
+    """One race: its grid, its kind of rows, the draw of these, and the seed."""
+
+    grid: str
+    task: str
+    draw: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.grid}-{self.task}-draw{self.draw}-{self.seed}"
+
+
+def recipe(race: Race, model: str, rows: Path, judge: Path) -> dict[str, Any]:
+    """Options of ``alphatoken race``: those of the grid, and arms of the grid of rivals."""
+    grid, rivals = (_read(name) for name in (race.grid, "rivals"))
+    rate = SETTINGS[race.grid].rate
+    top = {k: v for k, v in rivals["methods"]["walk-80"].items() if k != "family"}
+    by_rows = dict(rivals["methods"]["walk-rows"]["policy_options"])
+    for walk in (top, by_rows):
+        walk["walk_learning_rate"] = rate
+    file, trusted = FILES.get(race.task, f"long-{race.task}.jsonl"), _trusted(race.task)
+    arms = {"walk-80": top, "walk-rows": {"policy": "walk-rows", "policy_options": by_rows}}
+    if race.grid != "rivals" or race.task not in _WITH_ROWS:
+        del arms["walk-rows"]
+    return grid["options"] | {
+        "use_cpu": True,
         "model_name_or_path": model,
-        "train_file": str(rows / f"long-{task}.jsonl"),
-        "validation_file": str(rows / "validation.jsonl"),
+        "train_file": str(rows / file),
+        "validation_file": str(rows / f"{trusted}validation.jsonl"),
         "choosing_file": str(judge),
-        "learning_rate": RATE,
+        "learning_rate": rate,
         "max_steps": STEPS,
         "warmup_steps": STEPS // 20,
-        "seed": seed,
-        "value_seed": seed,
+        "seed": race.seed,
+        "value_seed": race.seed,
         "report_to": "none",
         "disable_tqdm": True,
         "export_values": False,
-        "arms": {"walk-80": top, "walk-rows": by_rows},
+        "arms": arms,
         "looks": [*LOOKS, STEPS],
-        "level": 1e-9,
+        "level": 1e-14,  # about 12 standard errors
         "stop_after_looks": True,
     }
 
 
-def run(work: Path, model: str, rows: Path, seeds: Sequence[int], tasks: Sequence[str]) -> None:
-    """Race on each kind of rows under each seed, and keep the losses by row."""
-    judge = work / "races" / "judge.jsonl"
-    judge.parent.mkdir(parents=True, exist_ok=True)
-    parts = [(rows / f"{name}.jsonl").read_text("utf-8") for name in ("choosing", "target")]
-    judge.write_text("".join(parts), encoding="utf-8")
-    choosing = len(parts[0].splitlines())
-    grid = Path(__file__).with_name("rivals.yaml")
-    for seed in seeds:
-        for task in tasks:
-            place = judge.parent / f"{task}-{seed}"
-            options = recipe(grid, model, rows, judge, task, seed) | {"output_dir": str(place)}
-            config = place.with_suffix(".yaml")
-            config.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
-            words = [sys.executable, "-m", "alphatoken.cli", "race", "--config", str(config)]
-            words += ["--resume"] if (place / "race.json").exists() else []
-            subprocess.run(words, check=True)
-            keep(place / "race.json", task, seed, choosing)
+def _read(grid: str) -> Any:
+    return yaml.safe_load(Path(__file__).with_name(f"{grid}.yaml").read_text(encoding="utf-8"))
 
 
-def keep(path: Path, task: str, seed: int, choosing: int, results: Path = RESULTS) -> None:
+def _trusted(task: str) -> str:
+    """What the files of trusted rows of a kind begin with."""
+    return "library-" if task == "library" else ""
+
+
+def run(work: Path, model: str, rows: Path, races: Sequence[Race]) -> None:
+    """Hold each race, or go on with it, and keep the losses by row."""
+    for race in races:
+        place = work / "races" / race.name
+        place.mkdir(parents=True, exist_ok=True)
+        judge = place.with_suffix(".jsonl")
+        names = (f"{_trusted(race.task)}{part}.jsonl" for part in ("choosing", "target"))
+        parts = [(rows / name).read_text("utf-8") for name in names]
+        judge.write_text("".join(parts), encoding="utf-8")
+        config = place.with_suffix(".yaml")
+        options = recipe(race, model, rows, judge) | {"output_dir": str(place)}
+        config.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
+        words = [sys.executable, "-m", "alphatoken.cli", "race", "--config", str(config)]
+        words += ["--resume"] if (place / "race.json").exists() else []
+        subprocess.run(words, check=True)
+        keep(place / "race.json", race, len(parts[0].splitlines()))
+
+
+def keep(path: Path, race: Race, choosing: int, results: Path = RESULTS) -> None:
     """Add a race's losses by row to the file of results."""
-    race = json.loads(path.read_text(encoding="utf-8"))
+    state = json.loads(path.read_text(encoding="utf-8"))
     lines = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
     losses = {
         step: {arm: [round(x, 5) for x in columns["choosing"]] for arm, columns in arms.items()}
-        for step, arms in race["losses"].items()
+        for step, arms in state["losses"].items()
     }
-    tokens = [int(count) for count in race["tokens"]["choosing"]]
-    lines[f"{task}-{seed}"] = {"choosing": choosing, "tokens": tokens, "losses": losses}
+    tokens = [int(count) for count in state["tokens"]["choosing"]]
+    kept = {"choosing": choosing, "tokens": tokens, "losses": losses}
+    lines[race.name] = race._asdict() | kept
     write_json(results, dict(sorted(lines.items())))
 
 
@@ -133,26 +184,51 @@ def _mean(losses: Sequence[float], tokens: Sequence[float]) -> float:
 
 
 def report(path: Path) -> None:
-    """Write the figures that docs/measured.md shows."""
+    """Write the figures that docs/race.md shows: of the draw that was looked at, and the other."""
     lines = json.loads(RESULTS.read_text(encoding="utf-8"))
-    races = {name: judged(line) for name, line in lines.items()}
+    kept = {name: _asked(line) | judged(line) for name, line in lines.items()}
+    order = sorted(kept, key=lambda name: _place(kept[name]))
+    races = {name: kept[name] for name in order}
     means = {
-        what: sum(race[what] for race in races.values()) / len(races)
-        for what in ("to_best", "to_all")
+        group: _means([race for race in races.values() if (race["draw"] == HELD_OUT) == held])
+        for group, held in (("seen", False), ("held_out", True))
     }
     write_json(path, {"races": races, "means": means})
+
+
+def _asked(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: line[name] for name in Race._fields}
+
+
+def _place(race: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """By draw, grid and kind, in the order of the tables above."""
+    grids, kinds = [*SETTINGS], [*KINDS]
+    return race["draw"], grids.index(race["grid"]), kinds.index(race["task"]), race["seed"]
+
+
+def _means(races: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many races, their mean distance to the best arm, and the worst to ``all``."""
+    if not races:
+        return {"races": 0}
+    return {
+        "races": len(races),
+        "to_best": sum(race["to_best"] for race in races) / len(races),
+        "to_all": sum(race["to_all"] for race in races) / len(races),
+        "worst_to_all": max(race["to_all"] for race in races),
+    }
 
 
 def rows_of_page(figures: Mapping[str, Any]) -> str:
     """A line a race: what was seen at the last look, who won, and where each arm ended."""
     rows = []
-    for name, race in figures["races"].items():
-        task, _, seed = name.rpartition("-")
+    for race in figures["races"].values():
         last = list(race["looks"].values())[-1]
+        held = ", held out" if race["draw"] == HELD_OUT else ""
         rows.append(
             (
-                f"{KINDS[task]}, seed {seed}",
-                *(_with_ends(last.get(arm)) for arm in _SHOWN),
+                KINDS[race["task"]],
+                f"{SETTINGS[race['grid']].about}, seed {race['seed']}{held}",
+                *(_with_ends(last.get(arm), arm in race["ends"]) for arm in _SHOWN),
                 f"`{race['winner']}`",
                 *(number(race["ends"].get(arm), 3, "+") for arm in _SHOWN),
                 number(race["to_best"], 3, "+"),
@@ -160,12 +236,11 @@ def rows_of_page(figures: Mapping[str, Any]) -> str:
         )
     looks = [f"`{arm}` at step {LOOKS[-1]}" for arm in _SHOWN]
     ends = [f"`{arm}` at the end" for arm in _SHOWN]
-    return table(("rows", *looks, "winner", *ends, "winner minus best"), rows)
+    return table(("rows", "run", *looks, "winner", *ends, "winner minus best"), rows)
 
 
-def _with_ends(interval: Sequence[float] | None) -> str:
-    """A dash where the arm had left before."""
+def _with_ends(interval: Sequence[float] | None, raced: bool) -> str:
+    """Whether an arm without an interval had left before, or was none of the race's."""
     if interval is None:
-        return "left"
-    value, low, high = (number(x, 3, "+") for x in interval)
-    return f"{value} [{low}, {high}]"
+        return "left" if raced else number(None)
+    return span(interval, 3, "+")

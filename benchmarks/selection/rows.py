@@ -11,6 +11,8 @@
     general          other general instructions than those that retention is measured on
     long-*           all other rows of the same kinds, for runs of hundreds of steps
     long-words-10    those with 10 % of the words replaced
+    long-cut         those with half of the responses cut in their middle
+    library-choosing functions by whose loss a race is decided
     validation-*     more clean rows, of which the first are those of validation
 
 Every task keeps its target, validation and selection rows clean. Retention is measured on general
@@ -78,16 +80,57 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     _pairs(folder, generator)
     excluded = [*parts["validation"], *parts["choosing"], *target, *general["retention"]]
     _long(folder, {row["prompt"] for row in excluded}, parts["validation"], seed)
-    write_little_dirt(folder, seed)
     _of_library(folder, seed)
+    write_later(folder, seed)
 
 
-def write_little_dirt(folder: Path, seed: int = 0) -> None:
-    """The clean rows of long runs with little dirt, by a draw of its own: other files stay."""
-    lines = (folder / "long-clean.jsonl").read_text(encoding="utf-8").splitlines()
+def write_later(folder: Path, seed: int = 0) -> None:
+    """Files that folders of an earlier version lack, each by a draw of its own: others stay."""
+    for name, made in (
+        (LITTLE, _little_dirt),
+        ("long-cut.jsonl", _cut_short),
+        ("library-choosing.jsonl", _library_choosing),
+    ):
+        if not (path := folder / name).exists():
+            write_jsonl(path, made(folder, seed))
+
+
+def _little_dirt(folder: Path, seed: int) -> list[Row]:
+    """The clean rows of long runs with little dirt."""
     generator = random.Random(f"long words 10 {seed}")
-    words, _ = replaced([json.loads(line) for line in lines], LITTLE_DIRT, generator)
-    write_jsonl(folder / LITTLE, words)
+    words, _ = replaced(_stored(folder, "long-clean"), LITTLE_DIRT, generator)
+    return words
+
+
+def _cut_short(folder: Path, seed: int) -> list[Row]:
+    """Those rows, each second response ending after half of its words."""
+    generator = random.Random(f"long cut {seed}")
+    rows = _stored(folder, "long-clean")
+    chosen = set(generator.sample(range(len(rows)), len(rows) // 2))
+    return [
+        {**row, "response": _half(row["response"])} if i in chosen else row
+        for i, row in enumerate(rows)
+    ]
+
+
+def _half(text: str) -> str:
+    """Up to the end of the middle word."""
+    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    return text[: ends[(len(ends) - 1) // 2]] if ends else text
+
+
+def _library_choosing(folder: Path, seed: int) -> list[Row]:
+    """Functions that no other part has."""
+    parts = ("library-validation", "library-target", "library-words")
+    # Training rows keep their prompt: only words of their responses are replaced.
+    used = {row["prompt"] for part in parts for row in _stored(folder, part)}
+    rows = _fitting(library(2000, seed), 360)
+    return [row for row in rows if row["prompt"] not in used][: SIZES["choosing"]]
+
+
+def _stored(folder: Path, name: str) -> list[Row]:
+    lines = (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def _long(folder: Path, excluded: set[str], validation: Sequence[Row], seed: int) -> None:

@@ -19,7 +19,8 @@ from benchmarks.selection.rows import (
     LETTERS,
     LITTLE,
     LITTLE_DIRT,
-    write_little_dirt,
+    SIZES,
+    write_later,
     write_rows,
 )
 from benchmarks.selection.store import PLACES
@@ -87,11 +88,33 @@ def test_the_dirt_is_what_it_is_said_to_be(rows: Path) -> None:
     assert all(len(r["prompt"]) + len(r["response"]) <= LETTERS for r in clean)
 
 
-def test_little_dirt_is_drawn_by_itself(rows: Path, tmp_path: Path) -> None:
-    """Beside the files of an earlier version, of which none is read but the clean rows."""
-    (tmp_path / "long-clean.jsonl").write_bytes((rows / "long-clean.jsonl").read_bytes())
-    write_little_dirt(tmp_path)
-    assert (tmp_path / LITTLE).read_bytes() == (rows / LITTLE).read_bytes()
+@pytest.mark.parametrize("name", [LITTLE, "long-cut.jsonl", "library-choosing.jsonl"])
+def test_a_later_file_is_drawn_by_itself(rows: Path, tmp_path: Path, name: str) -> None:
+    """Beside the files of an earlier version, which stay."""
+    for part in rows.glob("*.jsonl"):
+        if part.name != name:
+            (tmp_path / part.name).write_bytes(part.read_bytes())
+    write_later(tmp_path)
+    assert (tmp_path / name).read_bytes() == (rows / name).read_bytes()
+
+
+def test_half_of_the_responses_end_in_their_middle(rows: Path) -> None:
+    clean, short = lines(rows / "long-clean.jsonl"), lines(rows / "long-cut.jsonl")
+    other = [(a, b) for a, b in zip(clean, short, strict=True) if a != b]
+    assert len(other) == len(clean) // 2
+    for before, after in other:
+        assert before["prompt"] == after["prompt"]
+        words, kept = before["response"].split(), after["response"].split()
+        assert kept == words[: (len(words) + 1) // 2]
+        assert before["response"].startswith(after["response"])
+
+
+def test_functions_that_choose_stand_in_no_other_part(rows: Path) -> None:
+    parts = ("validation", "target", "words")
+    used = {row["prompt"] for part in parts for row in lines(rows / f"library-{part}.jsonl")}
+    choosing = lines(rows / "library-choosing.jsonl")
+    assert len(choosing) == SIZES["choosing"]
+    assert not used & {row["prompt"] for row in choosing}
 
 
 # --- intervals ------------------------------------------------------------------------------------

@@ -52,19 +52,64 @@ def test_what_is_kept_is_read_from_a_race(tmp_path: Path) -> None:
     write_json(tmp_path / "race.json", state)
     results = tmp_path / "races.json"
     for task in ("words", "clean"):
-        races.keep(tmp_path / "race.json", task, 0, 1, results)
+        races.keep(tmp_path / "race.json", races.Race("rivals", task, 0, 2), 1, results)
     lines = json.loads(results.read_text("utf-8"))
-    assert [*lines] == ["clean-0", "words-0"]
+    assert [*lines] == ["rivals-clean-draw0-2", "rivals-words-draw0-2"]
     losses = {"20": {"all": [1.12346, 2.0]}}
-    assert lines["words-0"] == {"choosing": 1, "tokens": [3, 4], "losses": losses}
+    kept = {"choosing": 1, "tokens": [3, 4], "losses": losses}
+    asked = {"grid": "rivals", "task": "words", "draw": 0, "seed": 2}
+    assert lines["rivals-words-draw0-2"] == asked | kept
 
 
-def test_a_race_is_a_recipe_of_the_command(tmp_path: Path) -> None:
-    """Arms are those of the grid, and looks end with the run."""
-    options = races.recipe(GRID, "model", tmp_path, tmp_path / "judge.jsonl", "words", 3)
+@pytest.mark.parametrize(("grid", "rate"), [("rivals", 3e-5), ("long_gemma3", 3e-4)])
+def test_a_race_is_a_recipe_of_the_command(tmp_path: Path, grid: str, rate: float) -> None:
+    """Arms are those of the grid of rivals, and looks end with the run."""
+    race = races.Race(grid, "words", 0, 3)
+    options = races.recipe(race, "model", tmp_path, tmp_path / "judge.jsonl")
     assert options["seed"] == options["value_seed"] == 3
     assert options["looks"] == [20, 40, 120]
+    assert options["learning_rate"] == rate
+    assert options.get("use_peft", False) == (grid != "rivals")
     methods = yaml.safe_load(GRID.read_text("utf-8"))["methods"]
-    assert options["arms"]["walk-80"] == {
-        k: v for k, v in methods["walk-80"].items() if k != "family"
-    }
+    walk = {k: v for k, v in methods["walk-80"].items() if k != "family"}
+    assert options["arms"]["walk-80"] == walk | {"walk_learning_rate": rate}
+    assert ("walk-rows" in options["arms"]) == (grid == "rivals")
+    if grid == "rivals":
+        assert options["arms"]["walk-rows"]["policy_options"]["walk_learning_rate"] == rate
+
+
+def test_a_race_on_functions_takes_its_trusted_rows_from_functions(tmp_path: Path) -> None:
+    race = races.Race("rivals", "library", 0, 0)
+    options = races.recipe(race, "model", tmp_path, tmp_path / "judge.jsonl")
+    assert options["train_file"] == str(tmp_path / "library-words.jsonl")
+    assert options["validation_file"] == str(tmp_path / "library-validation.jsonl")
+
+
+def test_held_out_races_have_means_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By draw first, then by grid and kind; the worst of a group is not hidden in its mean."""
+    asked = [
+        races.Race("long_lora", "clean", 0, 0),
+        races.Race("rivals", "cut", races.HELD_OUT, 1),
+        races.Race("rivals", "words", 0, 0),
+    ]
+    gains = {"clean": -0.1, "cut": 0.2, "words": 0.2}
+    stored = {race.name: race._asdict() | line(gains[race.task]) for race in asked}
+    write_json(tmp_path / "results.json", stored)
+    monkeypatch.setattr(races, "RESULTS", tmp_path / "results.json")
+    races.report(tmp_path / "races.json")
+    figures = json.loads((tmp_path / "races.json").read_text("utf-8"))
+    assert [*figures["races"]] == [asked[2].name, asked[0].name, asked[1].name]
+    seen, held_out = figures["means"]["seen"], figures["means"]["held_out"]
+    assert (seen["races"], held_out["races"]) == (2, 1)
+    end = figures["races"][asked[2].name]["to_all"]
+    assert end < 0
+    assert (seen["to_all"], seen["worst_to_all"]) == pytest.approx((end / 2, 0.0))
+    assert held_out["worst_to_all"] == pytest.approx(end)
+    del figures["races"][asked[1].name]["ends"]["walk-rows"]
+    page = races.rows_of_page(figures)
+    by_rows = [line.split("|")[4].strip() for line in page.splitlines()[2:]]
+    assert by_rows[1:] == ["left", "–"], "an arm that left is none that was not raced"
+    assert page.count("held out") == 1
+    assert "LoRA, seed 0" in page

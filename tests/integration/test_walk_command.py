@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from alphatoken.cli import main
+from alphatoken.presets import WALK_RATE
 from alphatoken.score import read_values
 from alphatoken.support import progress
 from tests.integration import tiny_training as tiny
@@ -24,11 +25,13 @@ def test_a_walk_of_the_models_own_and_its_options(
     common = ["score", "--train_file", str(models / "rows.jsonl"), "--no_report", "--quiet"]
     common += ["--model_name_or_path", str(models / "model"), "--validation_rows", "8"]
     walk = ["--estimator", "walk", "--walk_steps", "2", "--walk_learning_rate", "1e-3"]
-    assert main([*common, *walk, "--output_dir", str(tmp_path / "own")]) == 0
+    assert main([*common, *walk, "--verify", "3", "--output_dir", str(tmp_path / "own")]) == 0
+    assert "agrees with a copy that plain PyTorch trained" in capsys.readouterr().out
     settings = json.loads((tmp_path / "own" / "run.json").read_text())["settings"]
     assert (settings["walk_steps"], settings["walk_learning_rate"]) == (2, 1e-3)
+    assert (settings["layers"], settings["parameters"]) == ("all", "all")
+    assert not settings.keys() & {"window", "part", "derivative", "uncovered", "stability_weight"}
     refused = {
-        "certificate": [*walk, "--verify", "3"],
         "stability side": [*walk, "--fisher_file", "none.safetensors"],
         "walk_steps": ["--walk_steps", "2", "--estimator", "path"],
         "not allowed with": [*walk, "--reference", str(models / "after")],
@@ -56,6 +59,8 @@ def test_the_page_marks_the_rows_that_the_walk_was_taken_on(
     assert [line.split(" (")[0] for line in told] == [
         "Valuing trusted rows: 0/8", "Valuing trusted rows: 8/8"
     ]  # fmt: skip
+    settings = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]
+    assert settings["walk_learning_rate"] == WALK_RATE, "the default in force, and not null"
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     trusted = list(read_values(tmp_path / "out" / "trusted"))
     assert page.count('<i style="left') == len(trusted) == 8

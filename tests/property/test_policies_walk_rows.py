@@ -219,6 +219,41 @@ def test_a_killed_pass_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert np.array_equal(again, whole)
 
 
+def test_the_pass_runs_in_the_runs_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the values of a run in bf16 do, and beside values of another precision.
+
+    Proves: rows by mean walk value (exact), against values within the rounding of bf16.
+    """
+    rows, held = tiny.sft_rows(6), tiny.sft_rows(4, seed=5)
+    precisions: list[bool] = []
+    score = Scorer.score
+
+    def noting(self: Any, batch: Any, **more: Any) -> Any:
+        precisions.append(torch.is_autocast_enabled("cpu"))
+        return score(self, batch, **more)
+
+    monkeypatch.setattr(Scorer, "score", noting)
+    values, row_values = list[Any](), WalkRows.row_values
+
+    def kept(self: WalkRows, stage: PolicyStage) -> Any:
+        values.append(row_values(self, stage))
+        return values[-1]
+
+    monkeypatch.setattr(WalkRows, "row_values", kept)
+    options = {"walk_steps": 2, "walk_learning_rate": 1e-3}
+    own = {"policy": "walk-rows", "policy_options": options, "validation_dataset": held}
+    for narrow in (False, True):
+        precisions.clear()
+        data = {"train_dataset": rows, "policy_cache": str(tmp_path / "cache")}
+        tiny.made(AlphaSFTTrainer, tmp_path / f"run-{narrow}", **own, **data, bf16=narrow)
+        assert precisions, "values of the other precision were read"
+        assert set(precisions) == {narrow}
+    assert not np.array_equal(*values)
+    assert np.allclose(*values, atol=0.05)
+
+
 @pytest.mark.slow
 def test_a_run_is_trls_on_the_chosen_rows(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

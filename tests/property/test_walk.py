@@ -125,13 +125,13 @@ def test_the_second_order_of_a_central_walk_cancels(setup: Setup) -> None:
     first, scale = label_truth(setup, model, parameters, back)
     off = {}
     for share in (0.25, 0.125):
-        there = oracle._moved(model, end, share)
+        there = oracle.moved_along(model, end, share)
         central = oracle.central_walk_values(model, there, forward_of, batch)
         off[share] = float((central - share * first).norm())
     rounding = 1e-13 * float((1.0 + scale).norm())
     assert off[0.125] <= off[0.25] / 6 + rounding
     forth = oracle.walk_values(model, end, forward_of, batch)
-    behind = oracle._moved(model, end, -1.0)
+    behind = oracle.moved_along(model, end, -1.0)
     back_again = oracle.walk_values(model, behind, forward_of, batch)
     central = oracle.central_walk_values(model, end, forward_of, batch)
     close(central, (forth - back_again) / 2, 1.0 + forth.abs(), 1e-12, name="both ways")
@@ -655,7 +655,7 @@ def test_a_reference_that_holds_the_model_itself_is_refused() -> None:
 
 
 def test_what_belongs_to_a_walk_is_refused_elsewhere() -> None:
-    """A second model, a retention term, and the certificate."""
+    """A second model, and a retention term."""
     model = ONE.model()
     with pytest.raises(ConfigError, match="second model"):
         Scorer(model, ONE.validation, reference=ONE.model())
@@ -664,5 +664,3 @@ def test_what_belongs_to_a_walk_is_refused_elsewhere() -> None:
     second = Scorer(model, None, config=ScorerConfig("walk"), reference=ONE.model())
     with pytest.raises(UnsupportedError, match="no direction"):
         _ = second.direction
-    with pytest.raises(UnsupportedError, match="certif"):
-        Scorer(model, ONE.validation, config=config()).verify(ONE.batch)

@@ -41,9 +41,9 @@ class WalkRows(Standard):
     theta + D is where ``walk_steps`` AdamW steps on the validation rows lead from the start model,
     each on the next micro-batch of them (see ``alphatoken.estimate.walk``). Rows of another kind
     than the validation rows are left out as rows, with all that is in them. The walk and two
-    forwards of every row come before training; values are kept in the folder of the run's caches
-    under all that they depend on, 256 rows a file, so that a killed pass goes on there. A row
-    without a response token is never chosen. Every process computes the same.
+    forwards of every row come before training, in the run's precision; values are kept in the
+    folder of the run's caches under all that they depend on, 256 rows a file, so that a killed pass
+    goes on there. A row without a response token is never chosen. Every process computes the same.
 
     In mode "budget" rows are taken in the same order until they have ``keep_ratio`` of the response
     tokens; the row that reaches it is taken too.
@@ -142,7 +142,8 @@ class WalkRows(Standard):
             with Tracker("Walk values of the training rows", total, stage.progress) as tracker:
                 tracker.resume(total - left)
                 for file, rows in missing.items():
-                    values = _values(scorer, stage, [stage.rows[i] for i in rows])
+                    with stage.autocast():
+                        values = _values(scorer, stage, [stage.rows[i] for i in rows])
                     write_tensors(file, {"values": values}, {})
                     left -= len(rows)
                     tracker.report(total - left)
@@ -154,6 +155,10 @@ class WalkRows(Standard):
 
     def _folder(self, stage: PolicyStage) -> Path:
         """Folder of the values, named by all that they depend on."""
+        device = next(stage.model.parameters()).device.type
+        with stage.autocast():
+            narrow = torch.is_autocast_enabled(device)
+            precision = str(torch.get_autocast_dtype(device)) if narrow else "of the weights"
         digest = content_digest(
             [
                 weights_digest(stage.model),
@@ -162,7 +167,8 @@ class WalkRows(Standard):
                 _tokens(stage.rows),
                 rows_fingerprint(stage.validation),
                 [self.walk_steps, self._rate(stage), _batch_size(stage)],
-                next(stage.model.parameters()).device.type,
+                device,
+                precision,
             ]
         )
         return Path(stage.folder) / f"{self.name}-{digest[:16]}"

@@ -1,0 +1,95 @@
+"""Values along a walk, from a copy of the user's model that torch's own AdamW trains."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alphatoken.certificate.expected import Entry, Expected
+from alphatoken.model.forward import evaluation_mode
+from alphatoken.oracle import composite, scope
+from alphatoken.oracle.gradients import Forward, batch_losses, trainable
+from alphatoken.oracle.run import moved_along
+from alphatoken.presets import WALK_RATE
+from alphatoken.support.progress import Tracker
+
+
+class ExpectedWalk(Expected):
+    """The oracle's answer to a scorer with ``estimator="walk"``, for every response token.
+
+        e_k = w_k (l_k(theta) - l_k(theta + D)),  or  w_k (l_k(theta - D) - l_k(theta + D)) / 2
+
+    theta + D are the weights of the copy after ``walk_steps`` steps of ``torch.optim.AdamW``, each
+    on the next validation batch; or those of the second model. Memory: two models, gradients and
+    moments beside the user's; the central form one model more.
+    """
+
+    def compute(self, sampled: Tensor, tracker: Tracker) -> None:
+        """Compute the values of all tokens of the batch: one forward at each end."""
+        del sampled  # two forwards give the losses of all tokens
+        central = self.arguments.config.walk_form == "central"
+        with evaluation_mode(self.model):
+            end = self._end(tracker)
+            start = moved_along(self.model, end, -1.0) if central else self.model
+            with torch.no_grad(), evaluation_mode(end), self.inside:
+                before, after = (
+                    batch_losses(self._forward_of(model), self.batch).double().cpu()
+                    for model in (start, end)
+                )
+        weights = torch.ones_like(before)
+        if self.token_weights is not None:
+            weights = self.token_weights.double().cpu()
+        if central:
+            weights = weights / 2
+        # Each end is rounded, so that their sum and not their difference is what is rounded.
+        scale = weights.abs() * (before.abs() + after.abs())
+        self.compared, self.direction = self.mask, {}
+        self._assemble({"adaptation": Entry(weights * (before - after), scale)}, {}, {})
+
+    def _end(self, tracker: Tracker) -> nn.Module:
+        """theta + D: the second model, or a copy after the walk."""
+        arguments, config = self.arguments, self.arguments.config
+        if arguments.reference is not None:
+            return scope.bare_model(arguments.reference)
+        twin = copy.deepcopy(self.model)
+        forward, parameters = self._forward_of(twin), trainable(twin)
+        # Weights in 16 bits step in float32 and are rounded for each forward.
+        stepped = {n: p.detach().to(_wide(p.dtype), copy=True) for n, p in parameters.items()}
+        rate = WALK_RATE if config.walk_learning_rate is None else config.walk_learning_rate
+        adamw = torch.optim.AdamW(stepped.values(), lr=rate, weight_decay=0.0)
+        one = isinstance(arguments.validation, (Mapping, composite.Pairs))
+        batches = [arguments.validation] if one else list(arguments.validation)
+        for number in range(config.walk_steps):
+            tracker.report(number)
+            # grad J of this batch: of the mean token loss, or of the preference loss
+            batch = batches[number % len(batches)]
+            gradients = composite.objective_gradient(forward, [batch], parameters)
+            for name, weight in stepped.items():
+                weight.grad = gradients[name].to(weight)
+            adamw.step()
+            for name, parameter in parameters.items():
+                parameter.data.copy_(stepped[name])
+        return twin
+
+    def _forward_of(self, model: nn.Module) -> Forward:
+        """Logits of the user's model, of a copy of it, or of the second model."""
+        if model is self.model:
+            return self.forward
+        if self.arguments.adapter is None or self.arguments.reference is not None:
+            return partial(self.plain_forward, model)
+        # The user's adapter, by modules and weights of the copy.
+        modules = zip(self.model.modules(), model.modules(), strict=True)
+        twins: dict[int, Any] = {id(own): twin for own, twin in modules}
+        parameters = zip(self.model.parameters(), model.parameters(), strict=True)
+        twins |= {id(own): twin for own, twin in parameters}
+        forward: Forward = copy.deepcopy(self.arguments.adapter, twins).forward
+        return forward
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
