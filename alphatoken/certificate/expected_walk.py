@@ -31,8 +31,8 @@ class ExpectedWalk(Expected):
     on the next validation batch; or those of the second model. AdamW divides each gradient by its
     own size, so that a walk amplifies the rounding of small ones; by how much is measured: a second
     copy has each weight off by some roundings in each step's forward, and ``rounding`` is by how
-    many nats its values differ at most. Memory: two models, gradients and moments beside the user's; the central
-    form one model more.
+    many nats its values differ at most. Memory: two models, gradients and moments beside the
+    user's; the central form one model more.
     """
 
     def compute(self, sampled: Tensor, tracker: Tracker) -> None:
