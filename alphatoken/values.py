@@ -387,6 +387,7 @@ class Certificate:
         derivative: as in ``TokenValues``.
         stated_error: of values by differences, as in ``TokenValues``, the largest of all ways;
             three times as much is allowed beside the tolerance.
+        remedy: what to look at where something is off; empty unless the adapter is the user's own.
     """
 
     estimator: str
@@ -399,6 +400,7 @@ class Certificate:
     dtype: str
     derivative: str | None = None
     stated_error: float = 0.0
+    remedy: str = ""
 
     @property
     def passed(self) -> bool:
@@ -446,6 +448,7 @@ class Certificate:
             )
         else:
             lines += [f"  {check}" for check in self.failures]
+            lines += [f"  {self.remedy}"] if self.remedy else []
             names = ", ".join(check.component for check in self.failures)
             lines.append(f"  DOES NOT AGREE with {oracle}: {names} does not agree")
         return "\n".join(lines)
