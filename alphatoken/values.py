@@ -55,8 +55,8 @@ class TokenValues:
             What rounding adds to it is this batch's own; what truncation adds is measured on some
             batches, and on any whose values are of another size.
         error_age: batches since the truncation in ``error`` was measured; 0 on this one.
-        losses: (b, t) of "walk", the losses before the walk, in nats, without token weights; None
-            of other estimators.
+        losses: (b, t) losses of the response tokens in the forward that was valued, in nats,
+            without token weights; of "walk" before the walk. None where M is 0, and no forward ran.
         input_ids: (b, t) tokens of the batch; None of an observed forward that took no ids.
     """
 
@@ -238,7 +238,7 @@ class TokenValues:
 
         Columns: ``row`` and ``position`` (the indices into ``total``), ``token_id`` where it is
         known, ``token`` (its text, if there is a tokenizer), ``value``, a column for each of
-        ``components()``, and ``loss`` of walk values.
+        ``components()``, and ``loss`` where ``losses`` are known.
 
         Args:
             tokenizer: of the model; None leaves the texts out.
@@ -387,6 +387,8 @@ class Certificate:
         derivative: as in ``TokenValues``.
         stated_error: of values by differences, as in ``TokenValues``, the largest of all ways;
             three times as much is allowed beside the tolerance.
+        rounding: of a walk, in nats: by how much the values of a copy differ at most whose weights
+            start one rounding beside the model's; three times as much is allowed.
         remedy: what to look at where something is off; empty unless the adapter is the user's own.
     """
 
@@ -400,6 +402,7 @@ class Certificate:
     dtype: str
     derivative: str | None = None
     stated_error: float = 0.0
+    rounding: float = 0.0
     remedy: str = ""
 
     @property
@@ -438,6 +441,11 @@ class Certificate:
             lines.append(
                 f"  label values by differences ({self.derivative}): estimated relative error "
                 f"{self.stated_error:.1e}, three times as much is allowed"
+            )
+        if self.rounding:
+            lines.append(
+                f"  a walk that starts one rounding beside this one ends up to {self.rounding:.1e} "
+                "nats off, three times as much is allowed"
             )
         oracle = "the per-token oracle" if self.tokens else "a copy that plain PyTorch trained"
         if self.passed:

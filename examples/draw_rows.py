@@ -107,7 +107,7 @@ def draw(rows: Sequence[dict[str, Any]], out: Path, page: str) -> None:
                 _behind(axes, top + line, start, len(text), scale.strength(value))
                 _letters(axes, top + line, start, text, INK[page])
             top += tokens[-1][0] + 1.4
-        _scale(axes, top + 0.2, scale.full, page)
+        _scale(axes, top + 0.2, scale, page)
         save(fig, out)
 
 
@@ -125,14 +125,14 @@ def _letters(axes: Any, top: float, start: float, text: str, colour: str) -> Non
             axes.text(start + offset + 0.5, top + 0.5, letter, color=colour, **LETTER)
 
 
-def _scale(axes: Any, top: float, full: float, page: str) -> None:
+def _scale(axes: Any, top: float, scale: ColouredRows, page: str) -> None:
     """A strip of the colours with the numbers at its ends, and the unit."""
-    least, most = f"\u2212{full:.1f}", f"+{full:.1f}"
+    least, most = f"\u2212{scale.full:g}", f"+{scale.full:g}"
     small = LETTER | {"fontsize": 9, "color": FADED[page]}
     axes.text(len(least), top + 0.5, least, **small | {"ha": "right"})
     start, steps = len(least) + 1, 24
     for number in range(steps):
-        strength = 2 * number / (steps - 1) - 1
+        strength = scale.strength(scale.full * (2 * number / (steps - 1) - 1))
         _behind(axes, top, start + 0.5 * number, 0.58, strength)
     axes.text(start + 0.5 * steps + 1, top + 0.5, f"{most}  {UNIT}", **small | {"ha": "left"})
 

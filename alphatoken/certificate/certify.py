@@ -56,7 +56,7 @@ def certify(
 
     Cost: a forward and a backward for each validation batch, two or three of both for ``batch``,
     and one backward for each sampled token; besides three scorings. ``progress`` counts the sampled
-    tokens. Of a walk: its steps again, on a copy, and one or two forwards; ``progress`` counts
+    tokens. Of a walk: its steps twice more, on copies, and a few forwards; ``progress`` counts
     steps.
 
     Raises:
@@ -81,9 +81,10 @@ def certify(
     expected = (ExpectedWalk if walks else Expected)(arguments, batch, **weights)
     sampled = _sample(expected.mask, tokens, seed)
     count = 0 if walks else int(sampled.sum())
-    tracker = Tracker("Certificate", arguments.config.walk_steps if walks else count, progress)
+    work = 2 * arguments.config.walk_steps if walks else count
+    tracker = Tracker("Certificate", work, progress)
     expected.compute(sampled, tracker)
-    tracker.report(tracker.total)
+    tracker.report(work)
     row, tolerance = expected.arithmetic
     stated = max(values.error for values in by_way.values())
     # What a walk moved is seen in every loss; its way is no direction that anything is read along.
@@ -108,6 +109,7 @@ def certify(
         dtype=str(next(iter(expected.scope.parameters.values())).dtype).removeprefix("torch."),
         derivative=by_way["score"].derivative,
         stated_error=stated,
+        rounding=expected.rounding,
         remedy=adapter_remedy(expected.adapter),
     )
 

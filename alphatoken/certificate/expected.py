@@ -149,7 +149,10 @@ class Expected:
         sums: name -> (value, scale) of a component's sum over all tokens.
         own_error: largest difference of the two oracles of the direct part.
         attention_error: of the recomputed attention from the model's own kernel.
+        rounding: of a walk, in nats; see ``ExpectedWalk``.
     """
+
+    rounding = 0.0
 
     compared: Tensor
     components: dict[str, Entry | None]

@@ -26,39 +26,57 @@ class ExpectedWalk(Expected):
         e_k = w_k (l_k(theta) - l_k(theta + D)),  or  w_k (l_k(theta - D) - l_k(theta + D)) / 2
 
     theta + D are the weights of the copy after ``walk_steps`` steps of ``torch.optim.AdamW``, each
-    on the next validation batch; or those of the second model. Memory: two models, gradients and
-    moments beside the user's; the central form one model more.
+    on the next validation batch; or those of the second model. AdamW divides each gradient by its
+    own size, so that a walk amplifies the rounding of small ones; by how much is measured: a second
+    copy starts with each weight off by one rounding, and ``rounding`` is by how many nats its
+    values differ at most. Memory: two models, gradients and moments beside the user's; the central
+    form one model more.
     """
 
     def compute(self, sampled: Tensor, tracker: Tracker) -> None:
         """Compute the values of all tokens of the batch: one forward at each end."""
         del sampled  # two forwards give the losses of all tokens
-        central = self.arguments.config.walk_form == "central"
         with evaluation_mode(self.model):
-            end = self._end(tracker)
-            start = moved_along(self.model, end, -1.0) if central else self.model
-            with torch.no_grad(), evaluation_mode(end), self.inside:
-                before, after = (
-                    batch_losses(self._forward_of(model), self.batch).double().cpu()
-                    for model in (start, end)
-                )
+            if self.arguments.reference is not None:
+                before, after = self._losses(scope.bare_model(self.arguments.reference))
+            else:
+                before, after = self._losses(self._end(tracker, 0.0))
+                others = self._losses(self._end(tracker, 1.0))
+                own = (before - after, others[0] - others[1])
+                self.rounding = float((own[0] - own[1]).abs().max())
         weights = torch.ones_like(before)
         if self.token_weights is not None:
             weights = self.token_weights.double().cpu()
-        if central:
+        if self._central:
             weights = weights / 2
         # Each end is rounded, so that their sum and not their difference is what is rounded.
-        scale = weights.abs() * (before.abs() + after.abs())
+        allowed = before.abs() + after.abs() + 3 * self.rounding / self.arithmetic[1] * self.mask
         self.compared, self.direction = self.mask, {}
-        self._assemble({"adaptation": Entry(weights * (before - after), scale)}, {}, {})
+        entry = Entry(weights * (before - after), weights.abs() * allowed)
+        self._assemble({"adaptation": entry}, {}, {})
 
-    def _end(self, tracker: Tracker) -> nn.Module:
-        """theta + D: the second model, or a copy after the walk."""
+    @property
+    def _central(self) -> bool:
+        return self.arguments.config.walk_form == "central"
+
+    def _losses(self, end: nn.Module) -> tuple[Tensor, Tensor]:
+        """Losses (b, t) at both ends of a value, float64."""
+        start = moved_along(self.model, end, -1.0) if self._central else self.model
+        with torch.no_grad(), evaluation_mode(end), self.inside:
+            losses = [batch_losses(self._forward_of(model), self.batch) for model in (start, end)]
+        before, after = (one.double().cpu() for one in losses)
+        return before, after
+
+    def _end(self, tracker: Tracker, roundings: float) -> nn.Module:
+        """A copy after the walk, which starts by so many roundings of each weight beside it."""
         arguments, config = self.arguments, self.arguments.config
-        if arguments.reference is not None:
-            return scope.bare_model(arguments.reference)
         twin = copy.deepcopy(self.model)
         forward, parameters = self._forward_of(twin), trainable(twin)
+        draw = torch.Generator().manual_seed(0)
+        for parameter in parameters.values():
+            signs = torch.randint(0, 2, parameter.shape, generator=draw) * 2 - 1
+            step = roundings * torch.finfo(parameter.dtype).eps * signs.to(parameter.device)
+            parameter.data.mul_(1 + step)
         # Weights in 16 bits step in float32 and are rounded for each forward.
         stepped = {n: p.detach().to(_wide(p.dtype), copy=True) for n, p in parameters.items()}
         rate = WALK_RATE if config.walk_learning_rate is None else config.walk_learning_rate
@@ -66,7 +84,7 @@ class ExpectedWalk(Expected):
         one = isinstance(arguments.validation, (Mapping, composite.Pairs))
         batches = [arguments.validation] if one else list(arguments.validation)
         for number in range(config.walk_steps):
-            tracker.report(number)
+            tracker.report(number + round(roundings) * config.walk_steps)
             # grad J of this batch: of the mean token loss, or of the preference loss
             batch = batches[number % len(batches)]
             gradients = composite.objective_gradient(forward, [batch], parameters)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from alphatoken.support.terminal import CLOSE, OPEN, painted, visible
-from alphatoken.support.token_texts import BROKEN, text_groups
+from alphatoken.support.terminal import CLOSE, OPEN, painted
+from alphatoken.support.token_texts import BROKEN, text_groups, visible
 
 _DIM, _ONE, _LESS, _MORE, _NEGATIVE = "2", "1;32", "33", "1;35", "1;31"
 

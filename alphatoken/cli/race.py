@@ -36,7 +36,6 @@ def run(words: Sequence[str]) -> int:
     configuration, kind = training.trainer_of(command)
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.training_rows import check_rows
-    from alphatoken.race.runner import refused_arms
     from alphatoken.train.refusals import raise_first
 
     def read(*over: str) -> Any:
@@ -49,10 +48,10 @@ def run(words: Sequence[str]) -> int:
     arms = read_arms(arguments.race.arms)
     # Whatever one arm cannot have is said before any work, and so is what rows cannot give it.
     by_arm = {arm.name: read(*_words(arm.options)) for arm in arms}
-    raise_first(refused_arms({name: own.training for name, own in by_arm.items()}))
+    raise_first(_refused_arms(by_arm))
     _require_read_value(words, arguments.run.value, by_arm)
     for own in by_arm.values():
-        check_rows(own)
+        check_rows(own, reads_fisher=_reader(by_arm).training.reads_fisher)
     for name, own in by_arm.items():
         if own.training.needs_values:
             _say(f"{name}: values: {values_in_words(own.training)}")
@@ -72,6 +71,30 @@ def _refused(arguments: Any) -> Iterator[ConfigError]:
         path = getattr(arguments.race, name)
         if path is not None and not Path(path).exists():
             yield ConfigError(f"{name} does not exist", got=path, remedy="check the path")
+
+
+def _reader(by_arm: Mapping[str, Any]) -> Any:
+    """The arm by whose options rows are read: one that values tokens, by a Fisher if any does."""
+    arms = (own for name, own in by_arm.items() if name != ALL)
+    return max(arms, key=lambda own: (own.training.needs_values, own.training.reads_fisher))
+
+
+def _refused_arms(by_arm: Mapping[str, Any]) -> Iterator[ConfigError]:
+    from alphatoken.cli.training_rows import held_out
+
+    drawn = {name: held_out([own]) for name, own in by_arm.items() if own.training.needs_values}
+    counts = {name: tuple(number or 0 for number in own) for name, own in drawn.items()}
+    if len(kinds := list(dict.fromkeys(counts.values()))) < 2:
+        return
+    first, other = (next(n for n, own in counts.items() if own == kind) for kind in kinds[:2])
+    yield ConfigError(
+        "the arms of a race need other rows held out",
+        got=f"{kinds[0][0]} validation rows and {kinds[0][1]} prompts of a Fisher for '{first}', "
+        f"{kinds[1][0]} and {kinds[1][1]} for '{other}', all drawn from the training rows",
+        why="all arms train on the same rows, those that one of them would train on alone",
+        remedy="rows of their own: --validation_file FILE, --fisher_data FILE or --fisher_file "
+        "FILE; or the same objective and retention for all arms that value tokens",
+    )
 
 
 def _require_read_value(words: Sequence[str], value: str | None, by_arm: Mapping[str, Any]) -> None:
@@ -121,16 +144,19 @@ class _Command:
     def __init__(
         self, read: Any, arguments: Any, by_arm: Mapping[str, Any], kind: type[Any]
     ) -> None:
-        from alphatoken.race.runner import check_validation_rows
+        from alphatoken.race.runner import check_arms, reads_weights
+        from alphatoken.train.python_rows import without_weights
 
         self._read, self._arguments, self._by_arm, self._kind = read, arguments, by_arm, kind
-        # Of an arm that values tokens, because what rows are for depends on it.
-        reader = next(own for name, own in by_arm.items() if name != ALL)
-        self._tokenizer, datasets, self._notes = training.load_data(reader)
+        arms = [own for name, own in by_arm.items() if name != ALL]
+        self._tokenizer, datasets, self._notes = training.load_data(_reader(by_arm), arms)
         self._entries = datasets.pop("train_entries", [])
-        trusted = datasets.get("validation_dataset")
-        if trusted is not None:
-            check_validation_rows({k: own.training for k, own in by_arm.items()}, len(trusted))
+        configurations = {name: own.training for name, own in by_arm.items()}
+        self._weighed = reads_weights(configurations)
+        self._unweighted = datasets["train_dataset"]
+        if self._weighed:
+            self._unweighted = without_weights(self._unweighted)
+        check_arms(configurations, datasets)
         rows = {"choosing": datasets.pop("choosing_dataset")}
         if "watched_dataset" in datasets:
             rows["retention"] = datasets.pop("watched_dataset")
@@ -152,6 +178,7 @@ class _Command:
             self._arguments.race,
             self._rows,
             folder,
+            weighed=self._weighed,
             say=_say,
             shown=lambda result: write_race_page(folder / PAGE, result, command),
         )
@@ -182,20 +209,22 @@ class _Command:
                 _say(f"{name}: {option} of the run gives way to this arm: it is {value!r} there")
 
     def _make(self, arm: Arm, folder: Path) -> Any:
-        from alphatoken.race.runner import options_in
+        from alphatoken.race.runner import datasets_of, options_in
 
         arguments, args = self._by_arm[arm.name], self._arguments.training
         if own := options_in(folder, args):
             arguments = self._read(*_words({**arm.options, **own}))
         train, places = self._train_rows(arm)
-        datasets = {**self._datasets, "train_dataset": train, "train_places": places}
+        datasets = datasets_of(arguments.training, self._datasets)
+        datasets |= {"train_dataset": train, "train_places": places}
         return training.make_trainer(arguments, self._kind, self._tokenizer, datasets)
 
     def _train_rows(self, arm: Arm) -> tuple[Any, list[str]]:
         """The training rows of an arm, and where a person finds each."""
         from alphatoken.race.rows import rows_without, take
 
-        rows, places = self._datasets["train_dataset"], self._datasets["train_places"]
+        weighed, places = arm.name in self._weighed, self._datasets["train_places"]
+        rows = self._datasets["train_dataset"] if weighed else self._unweighted
         if arm.without is None:
             return rows, places
         entries = [one[arm.without[0]] for one in self._entries]

@@ -74,8 +74,9 @@ def read_tokens(request: ShowRequest) -> tuple[list[TrainedTokens], Any]:
     from alphatoken.cli.training_rows import RowReader
 
     # Unless a policy is named, weights are read where there are any.
-    weights = None if _names_policy(request.words) else "signed"
-    reader = RowReader(arguments, tokenizer, vocabulary_of(arguments), weights)
+    named = _names_policy(request.words)
+    weights, vocabulary = None if named else "signed", vocabulary_of(arguments)
+    reader = RowReader(arguments, tokenizer, vocabulary, weights, needs_weights=named)
     items: list[Any] = reader.training_rows()
     return [*(_of_pairs if reader.pairs else _of_rows)(items, reader)], reader
 

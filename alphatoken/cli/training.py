@@ -347,8 +347,12 @@ def build_trainer(arguments: Any, kind: type[Any]) -> tuple[Any, list[str]]:
     return make_trainer(arguments, kind, tokenizer, datasets), notes
 
 
-def load_data(arguments: Any) -> tuple[Any, dict[str, Any], list[str]]:
+def load_data(arguments: Any, arms: Sequence[Any] = ()) -> tuple[Any, dict[str, Any], list[str]]:
     """Tokenizer and data sets of the run, and what is to be said about the data.
+
+    Args:
+        arguments: of the run.
+        arms: as for ``load_run_data``.
 
     Raises:
         AlphaTokenError: tokenizer or data cannot be used.
@@ -356,7 +360,7 @@ def load_data(arguments: Any) -> tuple[Any, dict[str, Any], list[str]]:
     from alphatoken.cli.training_rows import load_run_data
 
     tokenizer = load_tokenizer(arguments)
-    return tokenizer, *load_run_data(arguments, tokenizer, vocabulary_of(arguments))
+    return tokenizer, *load_run_data(arguments, tokenizer, vocabulary_of(arguments), arms)
 
 
 def make_trainer(arguments: Any, kind: type[Any], tokenizer: Any, datasets: dict[str, Any]) -> Any:

@@ -57,14 +57,19 @@ _FILES = ("train_file", "validation_file", "retention_data", "fisher_data", "fis
 # --- what is refused before any row is read -------------------------------------------------------
 
 
-def check_rows(arguments: Arguments) -> None:
+def check_rows(arguments: Arguments, *, reads_fisher: bool | None = None) -> None:
     """Refuse what can be said of the rows without reading them.
+
+    Args:
+        arguments: of the run.
+        reads_fisher: whether any arm of its race reads a Fisher; None without a race.
 
     Raises:
         ConfigError: no source of the training rows or two, a missing file, a stream, evaluation
             without rows; values or a policy without validation rows; a Fisher that nothing reads.
     """
-    raise_first(chain(_refused_sources(arguments), _refused_rows(arguments)))
+    own = arguments.training.reads_fisher if reads_fisher is None else reads_fisher
+    raise_first(chain(_refused_sources(arguments), _refused_rows(arguments, own)))
 
 
 def _refused_sources(arguments: Arguments) -> Iterator[ConfigError]:
@@ -102,7 +107,7 @@ def _refused_sources(arguments: Arguments) -> Iterator[ConfigError]:
         )
 
 
-def _refused_rows(arguments: Arguments) -> Iterator[ConfigError]:
+def _refused_rows(arguments: Arguments, reads_fisher: bool) -> Iterator[ConfigError]:
     args, data = arguments.training, arguments.data
     nothing = data.validation_file is None and data.validation_rows == 0
     if nothing and args.needs_values and args.objective != "stability":
@@ -127,7 +132,7 @@ def _refused_rows(arguments: Arguments) -> Iterator[ConfigError]:
             remedy="two runs: --policy standard --train_file CLEAN, then --policy standard with "
             "--model_name_or_path of the first one's folder",
         )
-    for name, instead in data.unread_of_fisher(reads_fisher=args.reads_fisher):
+    for name, instead in data.unread_of_fisher(reads_fisher=reads_fisher):
         got = f"--{name} {getattr(data, name)}, "
         got += instead or f"retention {args.retention}, objective {args.objective}"
         wanted = "--objective both --retention diagonal, or "
@@ -153,7 +158,8 @@ class RowReader:
     Rows become tokens as in every other command, by ``encode_row``; pairs are tokenised by TRL,
     after ``encode_row`` has seen that they can be. ``vocabulary`` is of the model's embedding.
     Weights that training rows bring are read where the policy reads them, and with them rows that
-    are tokens already. ``weights`` in its place reads them in this way, and none must be there.
+    are tokens already. ``weights`` in its place reads them in this way, and ``needs_weights`` says
+    whether some must be there.
     """
 
     def __init__(
@@ -162,11 +168,13 @@ class RowReader:
         tokenizer: Any,
         vocabulary: int | None = None,
         weights: str | None = None,
+        *,
+        needs_weights: bool = True,
     ) -> None:
         self.arguments, self.data = arguments, arguments.data
         self.pairs = arguments.command == "dpo"
         self.weights = weights or arguments.training.row_weights
-        self.needs_weights = weights is None and self.weights != "refused"
+        self.needs_weights = needs_weights and self.weights != "refused"
         self.surveys: dict[str, Survey] = {}
         """What was read of each set of rows, by its name."""
         self.tokenizer = rows_tokenizer(arguments.training, tokenizer)
@@ -402,7 +410,10 @@ def _loaded(load: Callable[[], Any], name: str, place: str) -> Iterator[SourceRo
 
 
 def load_run_data(
-    arguments: Arguments, tokenizer: Any, vocabulary: int | None = None
+    arguments: Arguments,
+    tokenizer: Any,
+    vocabulary: int | None = None,
+    arms: Sequence[Arguments] = (),
 ) -> tuple[dict[str, Any], list[str]]:
     """Read all rows that the run needs.
 
@@ -410,6 +421,13 @@ def load_run_data(
     Training rows that repeat a validation, retention or Fisher row are removed, rows that cannot
     be trained on are left out (or refused, if so asked): the notes count the former, the line that
     says what was read of a file the latter.
+
+    Args:
+        arguments: of the run.
+        tokenizer: of the model.
+        vocabulary: rows of its embedding.
+        arms: of a race, which all train on the rows that are read here. What one of them reads is
+            read, and weights are negative only where all that read them allow it.
 
     Returns:
         Data sets in TRL's forms, and a Fisher of earlier, by the trainer's arguments; None where
@@ -421,8 +439,11 @@ def load_run_data(
         DataError, InputError: rows that cannot be read or used; the message names them.
     """
     check_rows(arguments)
-    reader = RowReader(arguments, tokenizer, vocabulary)
-    (validation, fisher), data = _drawn(arguments), arguments.data
+    runs = [*arms] or [arguments]
+    ways = {one.training.row_weights for one in runs}
+    weights = next(way for way in ("read", "signed", "refused") if way in ways)
+    reader = RowReader(arguments, tokenizer, vocabulary, weights)
+    (validation, fisher), data = held_out(runs), arguments.data
     train = reader.training_rows()
     sources = {
         "validation": data.validation_file if validation is not None else None,
@@ -458,9 +479,20 @@ def load_run_data(
 # --- how many rows are held out -----------------------------------------------------------------
 
 
+def held_out(runs: Sequence[Arguments]) -> tuple[int | None, int | None]:
+    """Validation rows and Fisher prompts to draw from the training rows; None: none are read.
+
+    Args:
+        runs: on the same rows; where some value tokens, those decide.
+    """
+    valuing = [one for one in runs if one.training.needs_values] or runs
+    drawn = zip(*map(_drawn, valuing), strict=True)
+    validation, fisher = (max((n for n in own if n is not None), default=None) for own in drawn)
+    return validation, fisher
+
+
 def _drawn(arguments: Arguments) -> tuple[int | None, int | None]:
-    """Validation rows and Fisher prompts to draw from the training rows; None: none are read."""
-    # The policy has no say: the controls (random, all) train on the same rows.
+    # The policy has no say of a run: the controls (random, all) train on the same rows.
     data, args = arguments.data, arguments.training
     validation: int | None = None
     if args.objective != "stability":

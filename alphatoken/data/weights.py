@@ -15,6 +15,9 @@ import numpy as np
 
 from alphatoken.data.encode import EncodeOptions, encode_row
 from alphatoken.data.messages import (
+    MESSAGE_WEIGHTS,
+    ROW_WEIGHTS,
+    SIDE_WEIGHTS,
     TRL_CHATS,
     are_messages,
     checked_weight,
@@ -32,6 +35,8 @@ LOSS_WEIGHTS = "loss_weights"
 """Column of a tokenised row with a weight for each token, beside ``input_ids`` and ``labels``."""
 PAIR_WEIGHTS = ("chosen_weights", "rejected_weights")
 """Columns of a pair with a weight for each token of its responses."""
+WEIGHT_COLUMNS = frozenset({*ROW_WEIGHTS, *SIDE_WEIGHTS, LOSS_WEIGHTS, *PAIR_WEIGHTS})
+"""Columns in which a run that reads weights looks for them."""
 
 
 def turn_weights(
@@ -229,3 +234,16 @@ def has_weights(record: Mapping[str, Any], place: str, weights: str) -> bool:
             listed_weights({name: listed}, name, tokens, place, weights)
             stated = True
     return stated
+
+
+def unweighted_messages(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Conversations of a row without the weights of their messages; yes and no stay as marks."""
+    chats = {name: record.get(name) for name in TRL_CHATS}
+    return {
+        name: [
+            {k: v for k, v in one.items() if k not in MESSAGE_WEIGHTS or isinstance(v, bool)}
+            for one in chat
+        ]
+        for name, chat in chats.items()
+        if are_messages(chat)
+    }

@@ -191,7 +191,7 @@ def _shares(places: Sequence[Standing], rows: DemoRows) -> str:
 
 def _ends(scored: Sequence[ScoredExample], places: Sequence[Standing], texts: Any) -> str:
     """The rows of lowest and of highest mean value, in colours where stdout is a terminal."""
-    from alphatoken.support.coloured import ColouredRows, ShownToken
+    from alphatoken.support.coloured import ColouredRows, ShownToken, full_scale
     from alphatoken.values import unit_of
 
     by_row = {one.row: one for one in scored}
@@ -204,7 +204,9 @@ def _ends(scored: Sequence[ScoredExample], places: Sequence[Standing], texts: An
         f"{which} value, line {place.row + 1}"
         for which, place in (("lowest", places[0]), ("highest", places[-1]))
     ]
-    return str(ColouredRows(shown, unit_of("walk"), names))
+    # The scale of the page, which shows all rows.
+    every = (float(value) for one in scored for value in one.values["total"][one.response])
+    return str(ColouredRows(shown, unit_of("walk"), names, full_scale(every)))
 
 
 def _lines(spoiled: Mapping[int, str]) -> str:

@@ -15,8 +15,8 @@ finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,9 +25,8 @@ import numpy as np
 from alphatoken.config import WALK
 from alphatoken.data import Example
 from alphatoken.diagnose import CheckedOptions
-from alphatoken.diagnose.diagnosis import MARKS, Diagnosis, Drawing, Table
+from alphatoken.diagnose.diagnosis import MARKS, Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
-from alphatoken.diagnose.heatmap import heatmap_figure
 from alphatoken.diagnose.statistics import (
     FEWEST,
     Estimate,
@@ -39,9 +38,12 @@ from alphatoken.diagnose.statistics import (
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import scorer_for, with_estimator
 from alphatoken.errors import ConfigError, DataError, short
+from alphatoken.score.meaning import Meaning
 from alphatoken.score.run import score_rows
-from alphatoken.score.values import LOSS, ScoredExample, read_values, visible, write_values
+from alphatoken.score.value_page import row_list, shown_end
+from alphatoken.score.values import LOSS, ScoredExample, read_values, write_values
 from alphatoken.scorer import Scorer
+from alphatoken.support.coloured import full_scale
 from alphatoken.support.options import option
 
 LEVEL = 0.05
@@ -64,7 +66,7 @@ _PART = 64  # rows of a value file, as `score` has them of up to 65,536 rows
 
 
 SHOWN = 3
-"""Rows of either end whose text is drawn in colours."""
+"""Rows of either end whose text is shown in colours."""
 
 TRAIN_BATCH, EPOCHS = 8, 3
 """Training rows of a step, and passes over all of them, that TRL takes where none are named."""
@@ -104,10 +106,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         subject,
         _conclusion(tests, len(groups[TRUSTED])),
         [_tests_table(records, tests), _ends_table(subject, groups[JUDGED], records[JUDGED], ends)],
-        [
-            *(_figure(every, name) for name in MEASURES),
-            *_row_figures(subject, groups[JUDGED], scored[JUDGED], ends),
-        ],
+        [_figure(every, name) for name in MEASURES],
         valued=groups[JUDGED],
         notes=notes,
         settings={
@@ -119,6 +118,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         },
         next_command=race if verdict(tests) != ALIKE else "",
         mark=dict(zip((ALIKE, UNCLEAR, DIFFERENT), MARKS, strict=True))[verdict(tests)],
+        lists=_row_lists(subject, groups[JUDGED], scored[JUDGED], ends),
     )
 
 
@@ -432,47 +432,25 @@ def _texts(subject: Subject, example: Example) -> tuple[str, str]:
     return "".join(texts[:first]), "".join(texts[first:])
 
 
-_VALUE, _LOG_PROBABILITY = "Walk value", "Log-probability before the walk"
-_CAPTION = (
-    "Left, blue: the loss of the token falls along the walk; orange: it rises. Right, orange: the "
-    "model does not expect the token. Colours are those of the other rows of this page."
-)
-
-
-def _row_figures(
+def _row_lists(
     subject: Subject,
     rows: Sequence[Example],
     scored: Sequence[ScoredExample],
     ends: Mapping[str, Sequence[int]],
-) -> Iterator[Drawing]:
-    """The text of a few rows of either end, by value and by log-probability."""
-    value, loss = (np.concatenate(columns) for columns in zip(*map(_nats, scored), strict=True))
-    # One scale for all rows; a few tokens far out would leave the others white.
-    full = {
-        title: float(np.quantile(np.abs(own), 0.95))
-        for title, own in ((_VALUE, value), (_LOG_PROBABILITY, loss))
-    }
+) -> dict[str, dict[str, Any]]:
+    """A few rows of either end in colours, on the scale of all rows."""
+    full = full_scale(value for one in scored for value in _nats(one)[0].tolist())
+    lead = "Blue: the loss of the token falls along the walk, by so many nats. Orange: it rises."
+    meaning = Meaning(lead, "nats", after="after the walk")
+    lists = {}
     for end, places in ends.items():
-        for number, place in enumerate(places[:SHOWN], start=1):
-            example, (value, loss) = rows[place], _nats(scored[place])
-            texts = [visible(token) for token in subject.texts(example)]
-            at = np.flatnonzero(scored[place].response).tolist()
-            tokens = [texts[position] for position in at]
-            key, title = f"data-{end}-{number}", f"{example.row.place} ({end} {number})"
-            columns: dict[str, list[Any]] = {"position": at, "token": tokens}
-            columns |= {"value": value.tolist(), "loss": loss.tolist()}
-            cells = zip(*columns.values(), strict=True)
-            table = [dict(zip(columns, own, strict=True)) for own in cells]
-            yield heatmap_figure(
-                title,
-                "".join(texts[: at[0]]),
-                tokens,
-                {_VALUE: value, _LOG_PROBABILITY: -loss},
-                np.zeros(len(at), bool),
-                Table.of(key, f"Tokens of {title}", table),
-                full=full,
-                caption=_CAPTION,
-            )
+        shown = [
+            shown_end(replace(scored[place], tokens=subject.texts(rows[place])), ["total"])
+            for place in places[:SHOWN]
+        ]
+        title = f"{end.capitalize()} mean value"
+        lists[title] = row_list(f"data-{end}", shown, "total", full, meaning)
+    return lists
 
 
 def _figure(rows: Table, measure: str) -> Figure:

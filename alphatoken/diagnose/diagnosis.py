@@ -164,6 +164,7 @@ class Diagnosis:
         settings: what the numbers depend on.
         next_command: what to run next, or "".
         mark: one of ``MARKS``, or "".
+        lists: title -> rows in colours, by ``value_page.row_list``; shown before all figures.
     """
 
     name: str
@@ -175,6 +176,7 @@ class Diagnosis:
     settings: Mapping[str, Any] = field(default_factory=dict)
     next_command: str = ""
     mark: str = ""
+    lists: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def table(self, key: str) -> Table:
         """The table named ``key``; KeyError if there is none."""
@@ -301,10 +303,31 @@ def section_of(
         question,
         spoken,
         verdict=diagnosis.conclusion,
-        html="".join([_next_html(diagnosis), page.pictures_html(pictures), *tables]),
+        html="".join(
+            [
+                _rows_html(diagnosis.lists),
+                _next_html(diagnosis),
+                page.pictures_html(pictures),
+                *tables,
+            ]
+        ),
         notes=diagnosis.notes,
         settings={k: v for k, v in diagnosis.settings.items() if (shared or {}).get(k) != v},
         mark=diagnosis.mark,
+        lists=[*diagnosis.lists.values()],
+    )
+
+
+def _rows_html(lists: Mapping[str, Mapping[str, Any]]) -> str:
+    """What their colours say, the one scale, and where the page's script draws them."""
+    if not lists:
+        return ""
+    first, *_ = lists.values()
+    sides = {one["anchor"]: title for title, one in lists.items()}
+    return (
+        f'<p class="aside">{escape(first["lead"])}</p>'
+        f"{page.parts().scale(page.number(first['full']), first['unit'])}"
+        f"{page.parts().ends_of(sides)}"
     )
 
 

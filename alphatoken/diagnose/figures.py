@@ -229,7 +229,7 @@ def _draw_marks(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
             **(_POINT if figure.kind == "scatter" and len(x) > 60 else {"markersize": 4}),
         }
         axes.errorbar(x, y, xerr=x_bars, yerr=y_bars, label=label or None, elinewidth=1.0, **style)
-    _finish_axes(axes, figure, names)
+    _finish_axes(axes, figure, names, records)
 
 
 def _draw_band(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
@@ -240,11 +240,17 @@ def _draw_band(axes: Axes, figure: Figure, records: Sequence[Record]) -> None:
         axes.fill_between(x, low, high, color=_INK, alpha=0.2, linewidth=0, label=figure.band)
 
 
-def _finish_axes(axes: Axes, figure: Figure, names: Sequence[Sequence[str]]) -> None:
+def _finish_axes(
+    axes: Axes, figure: Figure, names: Sequence[Sequence[str]], records: Sequence[Record] = ()
+) -> None:
     for axis, label, scale, limits, words in zip(
         "xy", _axis_labels(figure), figure.scales, figure.limits, names, strict=True
     ):
         axes.set(**{f"{axis}label": "" if words else label, f"{axis}scale": scale})
+        cells = [record.get(getattr(figure, axis)) for record in records]
+        # Steps and their like are whole; between two of them there is nothing.
+        if scale == "linear" and cells and all(isinstance(cell, int) for cell in cells):
+            getattr(axes, f"{axis}axis").get_major_locator().set_params(integer=True, min_n_ticks=1)
         if limits is not None:
             getattr(axes, f"set_{axis}lim")(*limits)
     if names[1]:

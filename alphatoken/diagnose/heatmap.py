@@ -27,8 +27,9 @@ from alphatoken.errors import ConfigError
 from alphatoken.score.page import colour_of
 from alphatoken.score.page import number as written
 from alphatoken.score.token_kinds import KINDS, kind_of
-from alphatoken.score.values import COMPONENTS, visible
+from alphatoken.score.values import COMPONENTS
 from alphatoken.support.options import option
+from alphatoken.support.token_texts import visible
 
 Columns = Mapping[str, NDArray[Any]]
 """Of each valued token its ``row`` of the pool, its ``position`` there, whether it is ``kept``,
@@ -168,14 +169,10 @@ def _columns(subject: Subject, rows: Sequence[Example]) -> Columns:
 # --- text in coloured boxes: letters of equal width, written as SVG -------------------------------
 
 
-def normalised(values: Numbers, full: float | None = None) -> Numbers:
-    """``v / max |v|``: in [-1, 1], sign and zero kept; zeros stay where all are zero.
-
-    With ``full`` that is the size of 1 and beyond, in place of the largest.
-    """
+def normalised(values: Numbers) -> Numbers:
+    """``v / max |v|``: in [-1, 1], sign and zero kept; zeros stay where all are zero."""
     largest = float(np.abs(values).max()) if len(values) else 0.0
-    largest = largest if full is None else full
-    return np.clip(values / largest, -1.0, 1.0) if largest > 0 else np.zeros_like(values)
+    return values / largest if largest > 0 else np.zeros_like(values)
 
 
 def ranged(values: Numbers) -> Numbers:
@@ -244,8 +241,6 @@ def heatmap_figure(
     data: Table,
     *,
     relative: bool = False,
-    full: Mapping[str, float] | None = None,
-    caption: str = "",
 ) -> Drawing:
     """Every panel of one row, two beside each other.
 
@@ -258,9 +253,6 @@ def heatmap_figure(
         data: what is drawn.
         relative: whether colours run from the lowest value of the response to its highest, as the
             paper's do, instead of telling signs.
-        full: title -> the size of a value that has full colour, by default the row's largest; for
-            rows that are compared with each other.
-        caption: what to look for, where the panels are no values of a selection.
     """
     prompt = prompt.replace("\n", " ")
     prompt = prompt if len(prompt) <= _PROMPT else "\u2026" + prompt[1 - _PROMPT :]
@@ -274,12 +266,11 @@ def heatmap_figure(
         if number and not number % 2:
             top, above = top + height, []  # the first two panels show the prompt
         height = _HEAD + _LINE * (lines + len(above))
-        (low, high), size = _ends(values), (full or {}).get(title)
-        largest = max(abs(low), abs(high)) if size is None else size
-        scale = f"full colour \u00b1{written(largest)}{'' if size is None else ' and beyond'}"
+        low, high = _ends(values)
+        scale = f"full colour \u00b1{written(max(abs(low), abs(high)))}"
         scale = f"light {written(low)}, dark {written(high)}" if relative else scale
         drawn.append(_written(left, top + 0.7 * _LINE, f"{title}   ({scale}{cut})"))
-        colours = ranged(values) if relative else normalised(values, size)
+        colours = ranged(values) if relative else normalised(values)
         drawn += _panel(pieces, colours, kept, above, left, top + _HEAD)
     width, height = 2 * _COLUMNS * _LETTER + 3 * _GAP, top + height
     svg = (
@@ -290,7 +281,7 @@ def heatmap_figure(
     return Drawing(
         data.key,
         f"Values over the text of {place}",
-        caption or f"{_RELATIVE if relative else _SIGNED} Underlined tokens are kept.",
+        f"{_RELATIVE if relative else _SIGNED} Underlined tokens are kept.",
         data,
         svg,
         f"Text of {place} with each response token coloured by its value, in panels: "

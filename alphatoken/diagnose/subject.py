@@ -382,6 +382,7 @@ def conclude(
     settings: Mapping[str, Any] | None = None,
     next_command: str = "",
     mark: str = "",
+    lists: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Diagnosis:
     """The diagnosis ``name`` of ``subject``; tables without rows and their figures are left out.
 
@@ -396,6 +397,7 @@ def conclude(
         settings: of the diagnostic, beside those of the subject.
         next_command: what to run next, or "".
         mark: "good", "doubtful" or "bad", where the answer is one of these.
+        lists: title -> rows in colours.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -411,6 +413,7 @@ def conclude(
         {**subject.settings(), **(settings or {})},
         next_command,
         mark,
+        lists or {},
     )
 
 

@@ -181,6 +181,8 @@ class DirectionalDerivative:
         doubt: why they are not exact enough; None if they are.
         negligible: the error is small beside the values of other batches, as of rows that M hardly
             reaches.
+        losses: (b, t) at the weights as they are, of the forwards that were run; of central
+            differences the mean of both sides, off by O(h^2). None where M is 0.
     """
 
     values: Float[Tensor, "b t"]
@@ -189,6 +191,7 @@ class DirectionalDerivative:
     age: int = 0
     doubt: UnsupportedError | None = None
     negligible: bool = False
+    losses: Float[Tensor, "b t"] | None = None
 
 
 class Differences:
@@ -304,13 +307,13 @@ class Differences:
         self._steps[form, side] = replace(step, left=step.left - 1, age=step.age + 1)
         error = step.error(size, truncation)
         own = values.masked_fill(~batch.mask, 0.0)
-        derivative = DirectionalDerivative(own, form, error, step.age)
+        here = quotients.here(step.length)
+        derivative = DirectionalDerivative(own, form, error, step.age, losses=here)
         jumps = self._chooses and quotients.jumps(step.length)
         if error > TOLERANCE or jumps:
             small = not jumps and error * size <= TOLERANCE * step.sizes[1]
             doubt = _inexact(form, error, "batch")
             return replace(derivative, doubt=doubt, negligible=small)
-        here = quotients.here(step.length)
         if see is not None and here is not None:
             see(here)
         return derivative

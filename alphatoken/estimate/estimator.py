@@ -28,6 +28,7 @@ from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.capture import Recorder
 from alphatoken.model.head import HeadUse, rounding_tolerance
+from alphatoken.support.precision import wide
 from alphatoken.values import TokenValues
 
 D = TypeVar("D")
@@ -284,8 +285,12 @@ class Estimator(ABC, Generic[D]):
             NumericalError: a value is NaN or infinite.
         """
         values = self._values(recording, direction, components=components)
+        losses = recording.losses if values.losses is None else values.losses
+        if losses is not None:
+            losses = losses.detach().to(values.total.device, wide(losses.dtype))
+            losses = losses.masked_fill(~values.mask, 0.0)
         ids = recording.batch.inputs.get("input_ids")
-        return require_finite_values(replace(values, input_ids=ids))
+        return require_finite_values(replace(values, losses=losses, input_ids=ids))
 
     @abstractmethod
     def _values(self, recording: Recording, direction: D, *, components: bool) -> TokenValues: ...

@@ -119,8 +119,13 @@ class Label(Estimator[Direction]):
 
         values = self.combined(recording, direction, along, components=components)
         worst = max(derivatives, key=lambda one: one.error)
+        losses = (one.losses for one in derivatives if one.losses is not None)
         return replace(
-            values, derivative=derivatives[0].way, error=worst.error, error_age=worst.age
+            values,
+            derivative=derivatives[0].way,
+            error=worst.error,
+            error_age=worst.age,
+            losses=next(losses, None) if recording.losses is None else None,
         )
 
     def derivative(
@@ -273,7 +278,13 @@ class Label(Estimator[Direction]):
         self._starts = self._bases = True
 
     def _by_forward_mode(self, recording: Recording, side: Side) -> DirectionalDerivative:
-        start = self._start(recording)
+        start, losses = self._start(recording), list[Tensor]()
+
+        def see(own: Tensor) -> None:
+            losses.append(own)
+            if self._comparable(recording):
+                recording.require_losses(own)
+
         values = label_values(
             self.adapter,
             recording.batch,
@@ -281,11 +292,11 @@ class Label(Estimator[Direction]):
             first=self.scored.first or 0,
             start=start,
             head=recording.head,
-            see=recording.require_losses if self._comparable(recording) else None,
+            see=see,
         )
         if start is not None and start.refused:
             self._starts = False
-        return DirectionalDerivative(values, "forward_mode")
+        return DirectionalDerivative(values, "forward_mode", losses=next(iter(losses), None))
 
     def _start(self, recording: Recording) -> Start | None:
         """The recorded input of the first scored layer, where a dual forward may start; or None."""

@@ -240,8 +240,7 @@ class Walk(Estimator[End]):
         if recording.token_weights is not None:
             values = values * recording.token_weights.to(values)
         whole = combine(undivided(values), None, mask=recording.batch.mask, estimator=WALK)
-        before = here.to(dtype).masked_fill(~recording.batch.mask, 0.0)
-        whole = replace(whole, losses=before)
+        whole = replace(whole, losses=here)
         return whole if components else whole.total_alone()
 
     def _losses_at_end(self, end: End, batch: LabelledBatch) -> Float[Tensor, "b t"]:

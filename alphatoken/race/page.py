@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def verdict(result: RaceResult) -> str:
     sides = _sides(outcome.left_at, last)
     return (
         f"'all' wins: at step {step} of {state.steps} no arm is better on {rows} beyond its "
-        f"interval ({sides}; {how})."
+        f"interval, in nats a token ({sides}; {how})."
     )
 
 
@@ -83,6 +84,9 @@ def write_race_page(path: Path, result: RaceResult, command: str = "") -> None:
     columns = [("choosing", outcome.differences), ("retention", outcome.retention)]
     sections = [_column(state, name, looks) for name, looks in columns if looks]
     sections += [_cost(result), Section("limits", "What a race does not say", remarks=LIMITS)]
+    if command:
+        html = f'<code class="command">{escape(command)}</code>'
+        sections.append(Section("command", "To go on with the run", html=html))
     digests = {"rows", "start", "run"}
     settings = {n: _plain(value) for n, value in state.settings.items() if n not in digests}
     counts = [f"{own['rows']} {name} rows" for name, own in state.settings["rows"].items()]
@@ -92,7 +96,6 @@ def write_race_page(path: Path, result: RaceResult, command: str = "") -> None:
         sections,
         rows=[f"{', '.join(counts)}, which no arm trains on or values against."],
         settings=settings,
-        command=command,
     )
     write_text(path, page)
 

@@ -20,17 +20,21 @@ from alphatoken.race.rows import choosing_numbers, rows_without, take
 from alphatoken.race.runner import (
     Race,
     RaceResult,
-    check_validation_rows,
+    check_arms,
+    datasets_of,
     options_in,
-    refused_arms,
+    reads_weights,
     refused_races,
 )
 from alphatoken.train.dpo import AlphaDPOTrainer
 from alphatoken.train.leaks import leaking_rows, warn_of_leaks
-from alphatoken.train.python_rows import as_dataset, plain_rows
+from alphatoken.train.python_rows import as_dataset, plain_rows, without_weights
 from alphatoken.train.refusals import raise_first
 from alphatoken.train.sft import AlphaSFTTrainer
 from alphatoken.train.trainer import AlphaTrainer
+
+_DATASETS = {"retention_dataset", "fisher_dataset", "fisher"}
+"""Arguments of a trainer that an arm gets where it reads them."""
 
 
 def race(
@@ -55,14 +59,15 @@ def race(
         args: an ``AlphaSFTConfig``, ``AlphaDPOConfig`` or ``AlphaConfig`` of the run. Its policy is
             that of no arm, unless one says so.
         config: arms, looks, level; None for the defaults.
-        train_dataset: rows of all arms.
+        train_dataset: rows of all arms; the weights that they bring reach the arms that train by
+            them, and no other.
         validation_dataset: trusted rows of the target: those that the arms value against, and,
             without ``choosing_dataset``, the choosing rows, which are set aside by ``value_seed``.
         choosing_dataset: rows on which the arms are compared, none of which any arm sees.
         retention_rows: rows of what the model knew before: a second column at each look.
         resume: go on with the race of ``output_dir``, if there is one.
         **arguments: further arguments of the trainer, such as ``processing_class`` and
-            ``peft_config``.
+            ``peft_config``. An arm is handed ``fisher`` or ``fisher_dataset`` if it reads a Fisher.
 
     Returns:
         Winner, differences by look, losses by row; its ``trainer`` has ended the run, unless
@@ -80,11 +85,12 @@ def race(
     raise_first(refused_races(args))
     arms = read_arms(config.arms)
     configurations = {arm.name: replace(args, **arm.options) for arm in arms}
-    raise_first(refused_arms(configurations))
     train_dataset = as_dataset(train_dataset, "training")
     validation_dataset = as_dataset(validation_dataset, "validation")
-    for arm in arms:
-        _train_rows(train_dataset, arm)
+    weighed = reads_weights(configurations)
+    train = {arm.name: _train_rows(train_dataset, arm) for arm in arms}
+    for name in train.keys() - weighed if weighed else ():
+        train[name] = without_weights(train[name])
     text_field = getattr(args, "dataset_text_field", "text")
     if choosing_dataset is None:
         validation_dataset, choosing_dataset = _split(
@@ -93,20 +99,21 @@ def race(
     else:
         choosing_dataset = as_dataset(choosing_dataset, "choosing")
         validation_dataset = _without_leaks(validation_dataset, choosing_dataset, text_field)
-    if hasattr(validation_dataset, "__len__"):
-        check_validation_rows(configurations, len(validation_dataset))
+    own = {name: arguments.pop(name) for name in _DATASETS & arguments.keys()}
+    datasets = {"validation_dataset": validation_dataset, **own}
+    check_arms(configurations, datasets)
     warn_of_leaks(
         plain_rows(train_dataset), {"choosing": plain_rows(choosing_dataset)}, text_field=text_field
     )
     rows = {"choosing": choosing_dataset}
     rows |= {} if retention_rows is None else {"retention": retention_rows}
     folder = Path(str(args.output_dir))
-    datasets = {"train_dataset": train_dataset, "validation_dataset": validation_dataset}
     run = Race(
-        partial(_make, kind, model, args, datasets, arguments),
+        partial(_make, kind, model, args, train, datasets, arguments),
         config,
         rows,
         folder,
+        weighed=weighed,
         say=partial(print, file=sys.stderr, flush=True),
         shown=lambda result: write_race_page(folder / PAGE, result),
     )
@@ -155,6 +162,7 @@ def _make(
     kind: type[Any],
     model: str | Callable[[], Any],
     args: Any,
+    train: dict[str, Any],
     datasets: dict[str, Any],
     arguments: dict[str, Any],
     arm: Arm,
@@ -166,12 +174,13 @@ def _make(
     apart = {"peft_config", "callbacks"} & arguments.keys()
     apart |= {"ref_model"} & arguments.keys() if getattr(args, "sync_ref_model", False) else set()
     more = arguments | {name: copy.deepcopy(arguments[name]) for name in apart}
-    train = _train_rows(datasets["train_dataset"], arm)
+    configuration = replace(args, **own)
     set_seed(args.seed)  # adapters are drawn where the model is handed over
     return kind(
         model=model() if callable(model) else str(model),
-        args=replace(args, **own),
-        **{**datasets, "train_dataset": train},
+        args=configuration,
+        train_dataset=train[arm.name],
+        **datasets_of(configuration, datasets),
         **more,
     )
 

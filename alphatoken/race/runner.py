@@ -53,7 +53,8 @@ from alphatoken.train.manifest import (
     split_changes,
     weights_fingerprint,
 )
-from alphatoken.train.refusals import check_pool
+from alphatoken.train.policies import chosen_policy
+from alphatoken.train.refusals import check_pool, raise_first, refused_datasets
 
 STATE, ARMS = "race.json", "arms"
 """The state of a race, and the folder of its arms, in ``output_dir``."""
@@ -171,62 +172,52 @@ def refused_races(args: Any) -> Iterator[ConfigError]:
             )
 
 
-def refused_arms(args: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Reasons for refusing the arms of a race.
+def check_arms(args: Mapping[str, Any], datasets: Mapping[str, Any]) -> None:
+    """Check that each arm has the rows that it values against, before any of them trains.
 
     Args:
         args: name of the arm -> configuration of its trainer.
-    """
-    for name, own in args.items():
-        if own.row_weights != "refused":
-            yield ConfigError(
-                "no race reads weights of rows",
-                got=f"the arm '{name}' has policy '{own.policy}'",
-                why="all arms train on the same rows, and 'all' counts every token alike",
-                remedy="another arm; or two runs, one by the weights and one with the column left "
-                "aside (--unread_columns weight), and --eval_data to compare them",
-            )
-    needs = {
-        name: (own.objective == "stability", own.reads_fisher)
-        for name, own in args.items()
-        if own.needs_values
-    }
-    # Which rows are held out is decided once, for all arms.
-    if len(kinds := list(dict.fromkeys(needs.values()))) > 1:
-        first, other = (next(n for n, own in needs.items() if own == kind) for kind in kinds[:2])
-        yield ConfigError(
-            "the arms of a race need other rows held out",
-            got=f"'{first}' and '{other}' differ in objective or retention",
-            why="all arms train on the same rows; one would hold out prompts of a Fisher, or no "
-            "validation rows",
-            remedy="the same objective and retention for all arms that value tokens, such as "
-            "objective=adaptation,retention=none",
-        )
-
-
-def check_validation_rows(args: Mapping[str, Any], rows: int) -> None:
-    """Check that every arm that values tokens has rows enough, before any of them trains.
-
-    Args:
-        args: name of the arm -> configuration of its trainer.
-        rows: validation rows that are left for the arms.
+        datasets: what all of their trainers are handed, by the argument's name.
 
     Raises:
-        ConfigError: too few for the batch of a step, or for the processes.
+        ConfigError: rows that an arm lacks, too few of them, or a Fisher that no arm reads.
     """
-    for name, own in args.items():
-        if not own.needs_values or own.objective == "stability":
-            continue
-        try:
-            check_pool(own, rows, own.world_size)
-        except ConfigError as error:
-            raise ConfigError(
-                f"the arm '{name}' has too few validation rows",
-                got=error.got,
-                why="those that choose are set aside first, and some are held out of every step",
-                remedy="more validation rows, a smaller validation_batch_size or choosing_rows, or "
-                "held_out_share=0",
-            ) from None
+    names = ("validation", "retention", "fisher")
+    reader = next((own for own in args.values() if own.reads_fisher), args[ALL])
+    for own in (reader, *args.values()):
+        read = datasets if own is reader else datasets_of(own, datasets)
+        rows = {name: read.get(f"{name}_dataset") for name in names}
+        policy = chosen_policy(own, None, own.FAMILY)
+        raise_first(refused_datasets(own, policy, rows, read.get("fisher")))
+    validation: Any = datasets.get("validation_dataset")
+    if hasattr(validation, "__len__"):
+        for name, own in args.items():
+            _check_validation_rows(name, own, len(validation))
+
+
+def datasets_of(args: Any, datasets: Mapping[str, Any]) -> dict[str, Any]:
+    """Data sets for the trainer of one arm: no Fisher, where only other arms read it."""
+    return {k: v for k, v in datasets.items() if args.reads_fisher or not k.startswith("fisher")}
+
+
+def _check_validation_rows(name: str, args: Any, rows: int) -> None:
+    if not args.needs_values or args.objective == "stability":
+        return
+    try:
+        check_pool(args, rows, args.world_size)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the arm '{name}' has too few validation rows",
+            got=error.got,
+            why="those that choose are set aside first, and some are held out of every step",
+            remedy="more validation rows, a smaller validation_batch_size or choosing_rows, or "
+            "held_out_share=0",
+        ) from None
+
+
+def reads_weights(args: Mapping[str, Any]) -> list[str]:
+    """Names of the arms that train by the weights of rows; args as of :func:`check_arms`."""
+    return [name for name, own in args.items() if own.row_weights != "refused"]
 
 
 def options_in(folder: Path, args: Any) -> dict[str, Any]:
@@ -271,6 +262,8 @@ class Race:
         rows: "choosing", and "retention" if there are any: data sets in the form of the trainer's
             validation rows.
         folder: the run's ``output_dir``.
+        weighed: arms whose training rows bring weights. What is wrong with these only a trainer of
+            theirs can see, so one is made before any arm trains.
         say: prints a line for the user.
         shown: called with the result when a look is complete, on the first process.
     """
@@ -282,6 +275,7 @@ class Race:
         rows: Mapping[str, Any],
         folder: Path,
         *,
+        weighed: Sequence[str] = (),
         say: Callable[[str], None] = print,
         shown: Callable[[RaceResult], None] | None = None,
     ) -> None:
@@ -294,7 +288,7 @@ class Race:
                 why="nothing would show what an arm forgets",
                 remedy="retention_rows=..., --retention_file FILE; or leave keep_retention out",
             )
-        self._print, self._shown = say, shown
+        self._weighed, self._print, self._shown = tuple(weighed), say, shown
         self._state: RaceState | None = None
         # Made to count the steps of the run, then the first arm's to train.
         self._first: tuple[Any, _Looks] | None = None
@@ -364,6 +358,7 @@ class Race:
             before = (self.folder / ARMS).exists()
             try:
                 self._first = self._trainer(self.arms[ALL], self._arm_folder(ALL))
+                self._try_weights()
                 self._write()
             except AlphaTokenError:
                 if not before:  # else a second try would be taken for another run's folder
@@ -371,6 +366,15 @@ class Race:
                 raise
         for line in self.plan():
             self.say(line)
+
+    def _try_weights(self) -> None:
+        """Have the weights of the rows read; one model at a time is in memory."""
+        for name in self._weighed:
+            self._first = None
+            _free_memory()
+            self._trainer(self.arms[name], self._arm_folder(name))
+        if self._weighed:
+            _free_memory()
 
     def _refuse_checkpoints(self) -> None:
         if earlier := checkpoints(self.folder):

@@ -23,7 +23,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alphatoken import FisherDrift, Scorer
+from alphatoken import FisherDrift, Scorer, ScorerConfig
+from alphatoken.config import READ_BY, WALK
 from alphatoken.data import (
     EncodeOptions,
     EncodeReport,
@@ -39,6 +40,7 @@ from alphatoken.data.split import check_draw, none_left, repeated_in
 from alphatoken.data.survey import Survey
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.protocol import find_adapter
+from alphatoken.presets import WALK_RATE
 from alphatoken.score.options import ScoreOptions
 from alphatoken.score.queries import encode_queries, query_rows, read_as
 from alphatoken.support.progress import Tracker
@@ -360,8 +362,7 @@ class Job:
         """Settings of the values, by the name of their flags; a resumed run must have the same."""
         options, how = self.options, asdict(self.corpus.how)
         drawn, fisher = options.validation_rows, options.fisher_file
-        valued = asdict(options.scorer_config())
-        del valued["preconditioner"], valued["damping"]  # of no consequence for the values
+        valued = _options_in_force(options.scorer_config())
         layers = valued.pop("layers")
         del how["on_empty"], how["on_bad_rows"]  # no finished value depends on them
         return {
@@ -392,6 +393,22 @@ class Job:
             "train_sha256": self.corpus.source.sha256,
             "validation_sha256": examples_digest(self.validation),
         }
+
+
+def _options_in_force(config: ScorerConfig) -> dict[str, Any]:
+    """Options of the values that these values depend on, each as it is in force."""
+    own = config.estimator
+    read = {n: v for n, v in asdict(config).items() if own in READ_BY.get(n, [own])}
+    for name in (
+        "preconditioner",
+        "precondition_after",
+        "damping",
+    ):  # of no consequence for the values
+        read.pop(name, None)
+    if config.estimator == WALK:  # all that trains walks
+        read |= {"layers": "all", "parameters": "all"}
+        read["walk_learning_rate"] = config.walk_learning_rate or WALK_RATE
+    return read
 
 
 def prepare_job(options: ScoreOptions) -> Job:

@@ -1,6 +1,6 @@
 "use strict";
 (function () {
-  const data = JSON.parse(document.getElementById("data").textContent);
+  const data = JSON.parse(document.getElementById("page-data").textContent);
 
   function element(tag, attributes, text) {
     const node = document.createElement(tag);
@@ -38,10 +38,10 @@
   const tip = document.getElementById("tip"), views = [];
   const state = { component: "", byRow: false };
 
-  // Over the page's own colour, so that it follows the light, and paper.
+  // Over the page's own colour, so that it follows the light, and paper; by the rule of
+  // support/coloured.py.
   function colour(value, scale) {
     if (!scale || !value) return "";
-    // Root: a few large values would else leave all others, of either sign, white.
     const strength = Math.sqrt(Math.min(1, Math.abs(value) / scale));
     return "rgba(var(" + (value > 0 ? "--plus" : "--minus") + "), " + strength.toFixed(3) + ")";
   }
@@ -61,7 +61,7 @@
     return node;
   }
 
-  // An example as a card in an element; "list" has the component and the scale of its own, if any.
+  // An example as a card in an element; "list" has key, scale and unit of its own, if any.
   function build(parent, example, list) {
     const card = element("section", { class: "example", "aria-label": example.place });
     const title = element("h4", {}, example.place);
@@ -95,8 +95,8 @@
     return view;
   }
 
-  const shownKey = (view) => view.list ? view.list.component.key : state.component;
-  const scaleOf = (view) => view.list ? view.list.saturation : data.scales[state.component];
+  const shownKey = (view) => view.list ? view.list.key : state.component;
+  const scaleOf = (view) => view.list ? view.list.full : data.scales[state.component];
 
   function paint(view) {
     const values = view.example.values[shownKey(view)] || [];
@@ -124,9 +124,9 @@
 
   // Share of the tokens shown whose value is lower, in per cent.
   function rank(view, value) {
-    const key = view.list ? view.list.anchor : state.component;
+    const key = shownKey(view);
     if (!sorted.has(key)) {
-      const own = views.filter((one) => view.list ? one.list === view.list : !one.end);
+      const own = views.filter((one) => view.list ? shownKey(one) === key : !one.end);
       sorted.set(key, Float64Array.from(own.flatMap((one) => one.example.values[shownKey(one)])).sort());
     }
     const every = sorted.get(key);
@@ -148,17 +148,17 @@
   // The rows of a tooltip: name, what is said.
   function facts(view, order) {
     const example = view.example, own = shownKey(view), value = example.values[own][order];
-    const unit = data.unit ? " " + data.unit : "";
+    const page = view.list || data, unit = page.unit ? " " + page.unit : "";
     const alone = view.list || data.components.length === 1;
     const name = alone ? "value" : data.components.find((one) => one.key === own).name;
     const rows = [[name, signed(value) + unit, true]];
-    if (data.rate && own === "total")
-      rows.push(["a step of rate " + number(data.rate, 3), "moves the loss by " + signed(-data.rate * value)]);
+    if (page.rate && own === "total")
+      rows.push(["a step of rate " + number(page.rate, 3), "moves the loss by " + signed(-page.rate * value)]);
     rows.push(["rank", "above " + rank(view, value) + "\u00a0% of the tokens"]);
     if (example.loss) {
-      const before = example.loss[order], now = data.after ? "before" : "now";
+      const before = example.loss[order], now = page.after ? "before" : "now";
       rows.push([now, likely(before)]);
-      if (data.after) rows.push([data.after, likely(before - (example.values.total || example.values[own])[order])]);
+      if (page.after) rows.push([page.after, likely(before - (example.values.total || example.values[own])[order])]);
     }
     for (const one of view.list ? [] : data.components)
       if (one.key !== own) rows.push([one.name, signed(example.values[one.key][order])]);

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 
 from alphatoken.errors import ConfigError, DataError
-from alphatoken.score.values import visible
 from alphatoken.support.coloured import MINUS, PLUS
 from alphatoken.support.storage import write_text
+from alphatoken.support.token_texts import visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -244,6 +244,8 @@ class Section:
         notes: warnings.
         settings: what this section depends on and others do not.
         mark: "good", "doubtful" or "bad", before its verdict; or "".
+        lists: rows in colours, by ``value_page.row_list``, which the script draws where ``html``
+            has an element of their anchor.
     """
 
     anchor: str
@@ -256,6 +258,7 @@ class Section:
     notes: Sequence[str] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
     mark: str = ""
+    lists: Sequence[Mapping[str, Any]] = ()
 
 
 def render_page(
@@ -270,16 +273,18 @@ def render_page(
     about: Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
     command: str = "",
-    data: object = None,
+    data: Mapping[str, Any] | None = None,
 ) -> str:
     """The page as text; title, warnings, notes, ``about`` and settings are as of ``write_report``.
 
     With ``contents`` it begins with a card for each of its sections, its verdict, and has their
-    names in view wherever one reads. At the end stand ``rows``, sentences about the rows used, and,
-    folded, the settings. ``command`` is what made the page. Its script reads ``data``; with None
-    there is no script.
+    names in view wherever one reads. At the end stand ``command``, which made the page, ``rows``,
+    sentences about the rows used, and, folded, the settings. Its script reads ``data`` and the
+    lists of the sections; without either there is no script.
     """
-    script = ""
+    script, lists = "", [one for section in sections for one in section.lists]
+    if lists:
+        data = {**(data or {}), "lists": lists}
     if data is not None:  # the one script; its digest in the page's policy lets no other run
         script = files("alphatoken.score").joinpath("page.js").read_text(encoding="utf-8")
     return (

@@ -25,11 +25,13 @@ from alphatoken.data.rows import require_text, row_of
 from alphatoken.errors import DataError, short
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.page import Section, number, parts, render_page
-from alphatoken.score.summary import worded
+from alphatoken.score.summary import mean_of, worded
 from alphatoken.score.token_kinds import is_control
-from alphatoken.score.value_page import shown_example, window
-from alphatoken.score.values import ScoredExample, query_key, responses, visible
+from alphatoken.score.value_page import row_list, shown_example, window
+from alphatoken.score.values import LOSS, ScoredExample, query_key, responses
+from alphatoken.support.coloured import full_scale
 from alphatoken.support.storage import write_text
+from alphatoken.support.token_texts import visible
 
 
 def query_rows(texts: Sequence[str], fields: Fields) -> list[Row]:
@@ -97,7 +99,10 @@ _ROWS = 10
 _TOKENS, _PROMPT = 300, 60
 """Tokens of a row that are shown, at most, and how many of its prompt before the response."""
 
-_LEAD = "Which training rows raise the probability of a text, and which lower it: {counted}."
+_LEAD = (
+    "Which training rows raise the probability of a text (blue tokens), and which lower it "
+    "(orange): {counted}."
+)
 
 _HONEST = (
     "A value says what the token would teach this model now. It does not say that the row is why "
@@ -106,10 +111,9 @@ _HONEST = (
 )
 
 _READ = (
-    "Blue tokens raise the probability of the query, orange ones lower it. Rows are ordered by the "
-    "sum of the values over their response tokens, so long rows come first where each token does "
-    "the same. Grey lines are prompts; open one to read all of it. Move over a token, or focus it "
-    "and use the arrow keys, for its value."
+    "Rows are ordered by the sum of the values over their response tokens, so long rows come first "
+    "where each token does the same. Grey lines are prompts; open one to read all of it. Move over "
+    "a token, or focus it and use the arrow keys, for its value."
 )
 
 
@@ -194,11 +198,10 @@ def write_query_report(
     Raises:
         DataError: the file could not be written; an old one is intact.
     """
-    sections, lists = list[Section](), list[dict[str, Any]]()
-    for n, (query, rank) in enumerate(zip(queries, ranks, strict=True)):
-        section, shown = _section(n, query, rank, texts, meaning.unit)
-        sections.append(section)
-        lists += shown
+    sections = [
+        _section(n, query, rank, texts, meaning)
+        for n, (query, rank) in enumerate(zip(queries, ranks, strict=True))
+    ]
     html = render_page(
         title,
         _LEAD.format(counted=f"{number(rows)} rows were valued"),
@@ -208,7 +211,6 @@ def write_query_report(
         warnings=warnings,
         about=about,
         settings=settings,
-        data={"lists": lists, "unit": meaning.unit, "after": meaning.after, "rate": None},
     )
     write_text(path, html)
     return Path(path)
@@ -219,43 +221,35 @@ def _section(
     query: Example,
     rank: QueryRank,
     texts: Callable[[Sequence[int]], list[str]],
-    unit: str,
-) -> tuple[Section, list[dict[str, Any]]]:
+    meaning: Meaning,
+) -> Section:
     tokens, valued = texts(query.input_ids), responses(query.labels).tolist()
-    key, html, lists = query_key(n), [_text(tokens, valued)], []
+    key, reading, lists = query_key(n), read_as(query), list[dict[str, Any]]()
+    heading = f"<summary>{escape(reading[:1].upper() + reading[1:])}.</summary>"
+    html = [f"<details>{heading}{_text(tokens, valued)}</details>"]
     ends = {"raise": rank.highest, "lower": rank.lowest}
     shown = {word: [_shown(*row, key, texts) for row in rows] for word, rows in ends.items()}
-    largest = max(
-        (abs(v) for rows in shown.values() for e in rows for v in e["values"][key]), default=0
-    )
-    if largest:
-        html.append(str(parts().scale(number(largest), unit)))
+    full = full_scale(v for rows in shown.values() for e in rows for v in e["values"][key])
+    if full:
+        html.append(str(parts().scale(number(full), meaning.unit)))
+    sides = {}
     for word, examples in shown.items():
-        anchor = f"{key.replace('_', '-')}-{word}"
-        html.append(f"<h3>Rows that {word} it most</h3>")
-        if not examples:
+        if examples:
+            anchor = f"{key.replace('_', '-')}-{word}"
+            sides[anchor] = f"Rows that {word} it most"
+            lists.append(row_list(anchor, examples, key, full, meaning))
+        else:
             html.append(f"<p>No training row does {word} it.</p>")
-            continue
-        html.append(f'<div id="{anchor}"></div>')
-        lists.append(
-            {
-                "anchor": anchor,
-                "examples": examples,
-                "component": {"key": key, "name": "value"},
-                "saturation": largest,
-            }
-        )
-    reading = read_as(query)
-    reading = f"{reading[:1].upper()}{reading[1:]}."
-    section = Section(
+    html.append(str(parts().ends_of(sides)))
+    return Section(
         key.replace("_", "-"),
         visible(short(_words(query, tokens, valued), 90)),
         name=f"Query {n + 1}",
         verdict=f"{number(rank.raising)} training rows raise it, {number(rank.lowering)} lower it.",
-        remarks=[reading, _READ, _HONEST] if n == 0 else [reading],
         html="\n".join(html),
+        lists=lists,
+        notes=[_READ, _HONEST] if n == 0 else [],
     )
-    return section, lists
 
 
 def _words(query: Example, tokens: Sequence[str], valued: Sequence[bool]) -> str:
@@ -275,7 +269,8 @@ def _shown(
     start, end = window(example, _TOKENS, _PROMPT)
     count, length = int(example.response.sum()), len(example.ids)
     part = f"; tokens {start} to {end - 1} of {length} shown" if end - start < length else ""
-    said = f"sum {number(total, signed=True)} over {count} response tokens{part}"
+    loss = f"; loss {number(mean_of(example, LOSS))}" if LOSS in example.values else ""
+    said = f"sum {number(total, signed=True)} over {count} response tokens{loss}{part}"
     return shown_example(example, start, end, [key]) | {"kept": None, "said": said}
 
 

@@ -148,7 +148,8 @@ def _lost(name: str, report: EncodeReport, job: Job) -> list[str]:
     if report.truncated_rows:
         cut.append(
             f"{written(report.truncated_rows)} of {written(report.rows)} "
-            f"{'rows' if name == 'train' else 'validation rows'} were longer "
+            f"{'rows' if name == 'train' else 'validation rows'} "
+            f"{'was' if report.truncated_rows == 1 else 'were'} longer "
             f"than {written(job.corpus.how.max_length)} tokens: {written(report.truncated_tokens)} "
             f"token{'s'[: report.truncated_tokens != 1]} cut."
         )

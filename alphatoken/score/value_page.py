@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,12 @@ from numpy.typing import NDArray
 
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.page import Column, Section, environment, number, render_page, table_html
-from alphatoken.score.summary import RankedRow, ValueSummary, mean_of
+from alphatoken.score.summary import ValueSummary, mean_of
 from alphatoken.score.token_kinds import BREAK, END, FIRST, brief_prompt
-from alphatoken.score.values import COMPONENTS, LOSS, ScoredExample, visible
+from alphatoken.score.values import COMPONENTS, LOSS, ScoredExample
+from alphatoken.support.coloured import full_scale
 from alphatoken.support.storage import write_text
+from alphatoken.support.token_texts import visible
 
 MOST_TOKENS = 12_000
 """Tokens shown in all rows together: keeps the page near one megabyte."""
@@ -23,9 +24,6 @@ MOST_TOKENS = 12_000
 MOST_TOKENS_A_ROW = 1_500
 _PROMPT_SHOWN = 300
 _END_TOKENS = 240  # of one of the lowest and highest rows on the first screen
-
-FULL = 0.98
-"""Quantile of the absolute values at which a colour is full: few far ones leave no others white."""
 
 
 def write_report(
@@ -83,17 +81,22 @@ def _sections(
     ]
     shown, left_out = shown_examples(summary.sample, present)
     ends = {
-        "lowest": [_end(row, present) for row in summary.lowest_rows],
-        "highest": [_end(row, present) for row in summary.highest_rows],
+        "lowest": [shown_end(row, present) for _, row in summary.lowest_rows],
+        "highest": [shown_end(row, present) for _, row in summary.highest_rows],
     }
-    every = [*shown, *(one for side in ends.values() for one in side)]
-    scales = {key: full_scale([one["values"][key] for one in every]) for key in present}
+    # A row that is in the sample and at an end counts once.
+    places = {one["place"] for one in shown}
+    outside = [one for side in ends.values() for one in side if one["place"] not in places]
+    every = [*shown, *outside]
+    scales = {
+        key: full_scale(value for one in every for value in one["values"][key]) for key in present
+    }
     templates, losses = environment(), any("loss" in one for one in shown)
     overview = templates.get_template("overview.html.j2").render(
         histogram=row_histogram(summary.row_means, trusted),
         trusted=meaning.trusted,
         unit=meaning.unit,
-        ends=ends,
+        sides={side: f"{side.capitalize()} mean value" for side, rows in ends.items() if rows},
     )
     rows = templates.get_template("rows.html.j2").render(
         components=described,
@@ -110,7 +113,7 @@ def _sections(
         Section("overview", "Which rows are odd", html=overview),
         Section("rows", "The rows", html=rows),
         *_kinds(summary, meaning),
-        *_distributions(summary),
+        *(_distributions(summary) if len(present) > 1 else []),
     ]
     data = {
         "components": described,
@@ -136,20 +139,6 @@ def _present(summary: ValueSummary) -> tuple[list[str], list[str]]:
     if "stability" not in present:  # then the total is the adaptation
         present = [key for key in present if key != "adaptation"]
     return present or ["total"], zero
-
-
-def full_scale(values: Sequence[Sequence[float]]) -> float:
-    """Absolute value from which on a colour is full: the ``FULL`` quantile, to two digits upwards.
-
-    >>> full_scale([[0.0, 0.5], [-0.5]]), full_scale([])
-    (0.5, 0.0)
-    """
-    every = np.abs(np.concatenate([*map(np.asarray, values), np.zeros(0)]).astype(float))
-    size = float(np.quantile(every, FULL)) if len(every) else 0.0
-    if not size:  # nearly all are 0
-        return float(every.max(initial=0.0))
-    step = 10.0 ** (math.floor(math.log10(size)) - 1)
-    return float(f"{math.ceil(round(size / step, 6)) * step:.4g}")
 
 
 # --- the rows in one picture ----------------------------------------------------------------------
@@ -219,9 +208,6 @@ def _kinds(summary: ValueSummary, meaning: Meaning) -> list[Section]:
 
 
 def _distributions(summary: ValueSummary) -> list[Section]:
-    present, _ = _present(summary)
-    if len(present) < 2:
-        return []
     said = summary.components.values()
     columns: list[Column] = [
         ("Component", "words", [COMPONENTS[key][0] for key in summary.components]),
@@ -269,8 +255,31 @@ def window(
     return start, min(length, start + most)
 
 
-def _end(row: RankedRow, keys: Sequence[str]) -> dict[str, Any]:
-    example = row[1]
+def row_list(
+    anchor: str, examples: Sequence[dict[str, Any]], key: str, full: float, meaning: Meaning
+) -> dict[str, Any]:
+    """Rows of a page that shows some, as its script draws them in the element of this anchor.
+
+    Args:
+        anchor: of the element.
+        examples: by :func:`shown_example`, with what their heads say in ``said``.
+        key: of the values that colour them.
+        full: size of a value of full colour; see ``full_scale``.
+        meaning: of the values.
+    """
+    return {
+        "anchor": anchor,
+        "examples": examples,
+        "key": key,
+        "full": full,
+        "lead": meaning.lead,
+        "unit": meaning.unit,
+        "after": meaning.after,
+    }
+
+
+def shown_end(example: ScoredExample, keys: Sequence[str]) -> dict[str, Any]:
+    """A row of lowest or highest value as the page's script reads it, the middle of a long one."""
     start, end = window(example, _END_TOKENS, _END_TOKENS // 4)
     return shown_example(example, start, end, keys) | row_facts(example)
 

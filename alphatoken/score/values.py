@@ -4,8 +4,8 @@ Columns: ``row`` (row of the training file, from 0), ``place`` (how a person fin
 ``response_tokens``, their number, and ``value_mean`` and ``value_sum`` of their totals; and lists
 with an entry a token: ``input_ids``, ``labels`` (-100: not learned), ``keep``, ``value`` (the
 total), and one list a component (:data:`alphatoken.score.COMPONENTS`); a component that the
-estimator does not split off is null. Values along a walk have ``loss``, the loss of each token
-before the walk. A run with queries adds ``query_1``, ``query_2``, ...:
+estimator does not split off is null. ``loss`` is the loss of each token in nats (of a walk: before
+it), null of values of a training run. A run with queries adds ``query_1``, ``query_2``, ...:
 adaptation against each query alone. ``derivative`` and ``error`` say how label values were taken
 and how far they may be off. Prompt tokens are there, with value 0. Values of a training run have
 five columns more (:class:`alphatoken.score.Visits`): ``visits``, ``last_step``, ``branch``, and
@@ -14,7 +14,6 @@ the lists ``rows`` and ``kept_share``.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ order of the page."""
 
 
 LOSS = "loss"
-"""Key, and column, of the losses before a walk, which values along it are differences from."""
+"""Key, and column, of the losses in nats; of a walk, those before it."""
 
 
 def query_key(number: int) -> str:
@@ -104,8 +103,8 @@ class ScoredExample:
         labels: their labels, -100 where nothing is learned.
         kept: (t,) boolean, True where the selection keeps the token.
         values: component key -> (t,) values; components that the estimator does not split off
-            are left out. Of a run with queries also ``query_key`` -> values against that query;
-            of a walk also ``LOSS`` -> the losses before it.
+            are left out. ``LOSS`` -> the losses, where they are known. Of a run with queries also
+            ``query_key`` -> values against that query.
         visits: of a training run, whose values are added up over them; None of any other.
         derivative: of label values, how they were differentiated, as in ``TokenValues``.
         error: of differences, the estimated relative error (norm over a batch of rows), as the
@@ -129,36 +128,8 @@ class ScoredExample:
         return responses(self.labels)
 
 
-# Joiners are format characters too, but emoji and many scripts need them: only these are marked.
-_STEERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
-
-
-def visible(text: str) -> str:
-    r"""Token text with a mark for every character that would be unseen, or would steer the page.
-
-    Line breaks and tabs get a mark and stay; other control characters, and characters that
-    override the direction of writing, are written out by number.
-
-    >>> visible("a\n")
-    'a↵\n'
-    """
-    return "".join(_visible(character) for character in text)
-
-
-def _visible(character: str) -> str:
-    if character == "\n":
-        return "\u21b5\n"
-    if character == "\t":
-        return "\u21e5\t"
-    code = ord(character)
-    steering = unicodedata.bidirectional(character) in _STEERING
-    if steering or code < 0x20 or 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000:
-        return f"\u27e8U+{code:04X}\u27e9"
-    return character
-
-
-# Key of a component -> column of a file.
-_COLUMNS = {key: "value" if key == "total" else key for key in COMPONENTS}
+# Key of a component, or of the losses -> column of a file.
+_COLUMNS = {key: "value" if key == "total" else key for key in (*COMPONENTS, LOSS)}
 
 _KEYS = {column: key for key, column in _COLUMNS.items()}
 # Begins the names of columns of values against one query.
@@ -222,7 +193,7 @@ def _record(example: ScoredExample) -> Record:
 
 def _types(first: Record | None) -> dict[str, str]:
     """Columns of a file with such records -> their types, a list's as ``[type]``."""
-    further = [name for name in first or () if name == LOSS or name.startswith(_QUERY)]
+    further = [name for name in first or () if name.startswith(_QUERY)]
     values = [] if first is None else [first[name] for name in (*_COLUMNS.values(), *further)]
     single = bool(values) and all(v is None or v.dtype == np.float32 for v in values)
     number = "[float]" if single else "[double]"
@@ -349,7 +320,7 @@ def _example(record: Record) -> ScoredExample:
         values={
             _KEYS.get(column, column): values.copy()
             for column, values in record.items()
-            if column in _KEYS or column == LOSS or column.startswith(_QUERY)
+            if column in _KEYS or column.startswith(_QUERY)
         },
         visits=visits,
         derivative=record.get("derivative"),

@@ -1,15 +1,17 @@
 """Tokens in the colours of their values: as HTML in a notebook, with ANSI colours in a terminal.
 
-    strength = value / full, at most 1 in size;    full = quantile of |value| over the tokens shown
+    strength = sign(value) sqrt(min(1, |value| / full)),    full = 0.98 quantile of |value|
 
-One scale for all rows. A few tokens far out would leave the others white, so the colour stops at
-the quantile 0.95 of the sizes, and both ends of the scale are said in a line.
+the latter to two digits upwards. The rule of every page too, which ``score/page.js`` paints by: one
+scale for all rows that are looked at together, with numbers at its ends. A few tokens far out would
+leave the others white; therefore the quantile and the root.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -17,7 +19,8 @@ from itertools import groupby
 
 import numpy as np
 
-from alphatoken.support.terminal import CLOSE, OPEN, has_colour, painted, visible
+from alphatoken.support.terminal import CLOSE, OPEN, has_colour, painted
+from alphatoken.support.token_texts import visible
 
 PLUS, MINUS = (76, 154, 222), (240, 150, 55)
 """Blue of positive and orange of negative values, told apart under colour-vision deficiencies."""
@@ -28,11 +31,26 @@ OPAQUE = 0.65
 EMPTY = "\u27e8\u27e9"
 """Stands for a token that adds no text."""
 
-_QUANTILE = 0.95
+_QUANTILE = 0.98
 _BEGIN, _END = 16, 80  # characters that are left of a long text without values: questions end it
 _DIM, _STRONG, _FAINT = "2", {True: "97;44", False: "30;43"}, {True: "94", False: "33"}
-_FIRST, _SECOND = 1 / 3, 2 / 3
-"""Strengths from which a terminal colours letters, and from which what lies behind them."""
+_FIRST, _SECOND = 1 / 2, 3 / 4
+"""Strengths from which a terminal colours letters, and from which what lies behind them: of values
+of 1/4 and 9/16 of the full size."""
+
+
+def full_scale(values: Iterable[float]) -> float:
+    """Size of a value from which on a colour is full; 0 if all values are 0, and none is coloured.
+
+    >>> full_scale([0.0, 0.512, -0.5]), full_scale([])
+    (0.52, 0.0)
+    """
+    sizes = np.abs(np.fromiter(values, float))
+    size = float(np.quantile(sizes, _QUANTILE)) if len(sizes) else 0.0
+    if not size:  # nearly all are 0
+        return float(sizes.max(initial=0.0))
+    step = 10.0 ** (math.floor(math.log10(size)) - 1)
+    return float(f"{math.ceil(round(size / step, 6)) * step:.4g}")
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ class ShownToken:
     Attributes:
         text: that it adds to the text before it.
         value: None where it has none, as in a prompt.
-        loss: before the walk, where it is known.
+        loss: of the forward that was valued, where it is known.
     """
 
     text: str
@@ -54,36 +72,34 @@ class ShownToken:
 class ColouredRows:
     """Rows of tokens with their values; print it, or end a notebook's cell with it.
 
-    In a terminal the letters are coloured from a third of the scale on, and what lies behind them
-    from two thirds on. Without colours (a pipe, a file, NO_COLOR) tokens from a third of the scale
-    on stand in brackets with their value.
+    In a terminal the letters are coloured from a quarter of the scale on, and what lies behind them
+    from 9/16 on. Without colours (a pipe, a file, NO_COLOR) tokens from a quarter of the scale on
+    stand in brackets with their value.
 
     Attributes:
         rows: tokens of each row, padding left out.
         unit: of the values, and what it means that one is positive.
         names: of the rows, where they have other ones than "row 1" and so on.
+        scale: size of a value that has the full colour, where these rows are some of those that
+            :func:`full_scale` was taken of; None: it is taken of them.
     """
 
     rows: Sequence[Sequence[ShownToken]]
     unit: str
     names: Sequence[str] = ()
+    scale: float | None = None
 
     @cached_property
     def full(self) -> float:
-        """Size of a value that has the full colour; 0 if all values are 0, and none is coloured."""
-        sizes = self.sizes()
-        if not sizes:
-            return 0.0
-        return float(np.quantile(sizes, _QUANTILE)) or max(sizes)
-
-    def sizes(self) -> list[float]:
-        """Of all values, in any row."""
-        return [abs(one.value) for row in self.rows for one in row if one.value is not None]
+        """Size of a value that has the full colour."""
+        if self.scale is not None:
+            return self.scale
+        return full_scale(one.value for row in self.rows for one in row if one.value is not None)
 
     def strength(self, value: float) -> float:
         """Between -1 and 1; the sign is that of the value."""
-        full = self.full
-        return max(-1.0, min(1.0, value / full)) if full else 0.0
+        share = min(1.0, abs(value) / self.full) if self.full else 0.0
+        return math.copysign(math.sqrt(share), value)
 
     def __str__(self) -> str:
         """For stdout as it is now: with ANSI colours in a terminal, otherwise plain."""
@@ -107,7 +123,7 @@ class ColouredRows:
         if colour:
             ends = f"{painted(least, _STRONG[False])} to {painted(most, _STRONG[True])}"
         else:
-            at = self.full * _FIRST
+            at = self.full * _FIRST**2
             ends = (
                 f"{least} to {most}; {OPEN}token|value{CLOSE} where it is beyond {at:.2g} in size"
             )

@@ -1,7 +1,8 @@
-"""Tokens back to text: what each adds, and which of them make whole characters together."""
+"""Tokens back to text: what each adds, which make whole characters together, what is unseen."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,11 @@ from typing import Any
 _LONGEST_CHARACTER = 4
 BROKEN = "\u27e8\u2026\u27e9"
 """Stands for tokens that are a part of a character."""
+
+# Controls, separators of lines, marks that turn the direction of the text around them, and halves
+# of a character. Joiners are format characters too, but emoji and many scripts need them.
+_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_MARKS = {"\n": "\u21b5\n", "\t": "\u21e5\t"}
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -54,3 +60,18 @@ def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
         list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     return str(text)
+
+
+def visible(text: str) -> str:
+    r"""The text with a mark for each character that is unseen, or steers a terminal or a page.
+
+    Line breaks and tabs have a mark and stay; the others are written by number.
+
+    >>> visible("a\n\x1b[1m")
+    'a↵\n⟨U+001B⟩[1m'
+    """
+    return _UNSEEN.sub(lambda match: _mark(match.group()), text)
+
+
+def _mark(character: str) -> str:
+    return _MARKS.get(character, f"\u27e8U+{ord(character):04X}\u27e9")

@@ -156,7 +156,8 @@ class PolicyStage:
     train: Callable[..., Any] | None = None
     tokenizer: Any = None
     run: Mapping[str, Any] = field(default_factory=dict)
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    # A default in the class would have the documentation list it twice.
+    autocast: Callable[[], AbstractContextManager[Any]] = field(default_factory=lambda: nullcontext)
 
 
 class Columns(Protocol):
@@ -186,7 +187,9 @@ class TokenPolicy:
         family: "sft", "preference", or "both".
         published_loss: "cross_entropy", "dpo" or "simpo".
         needs: see ``Needs``.
-        scope: tokens ranked together: "dataset" (static scores), "batch" or "sequence".
+        scope: tokens ranked together: "dataset" (static scores), "batch", "sequence"; or "step",
+            all of the optimizer step on all processes, by scores of the log-probabilities alone.
+            A step of several micro-batches takes them of a forward ahead of its own.
         rounding: of rho N, "floor" or "ceil".
         native_ratio: the published budget, where the rule is one; None for other rules.
         static: weights follow from columns, labels and mask alone, so that they are known before
@@ -238,6 +241,12 @@ class TokenPolicy:
         """True if the policy has a loss of its own, in place of the trainer's."""
         return type(self).loss is not TokenPolicy.loss
 
+    @property
+    def ratio(self) -> float:
+        """The share of the tokens to keep: published, where there is such a one, or the budget."""
+        native = self.native_ratio if self.settings.mode == "native" else None
+        return self.settings.keep_ratio if native is None else native
+
     # --- before training --------------------------------------------------------------------------
 
     @property
@@ -277,7 +286,7 @@ class TokenPolicy:
         """(b, t), by the published rule: the best ``native_ratio``, or the budget's."""
         if self.native_ratio is None:
             return self.budget_weights(batch)
-        return self.best(batch, self.native_ratio)
+        return self.best(batch, self.ratio)
 
     def budget_weights(self, batch: PolicyBatch) -> Tensor:
         """(b, t), 1 for the best ``keep_ratio`` of the tokens that are ranked together."""
@@ -358,15 +367,15 @@ class TokenPolicy:
         kind, native = type(self), self.settings.mode == "native"
         if native and kind.native_weights is not TokenPolicy.native_weights:
             return None
-        ratio = self.native_ratio if native else None
-        if ratio is None:
-            if kind.budget_weights is not TokenPolicy.budget_weights:
-                return None
-            ratio = self.settings.keep_ratio
+        budget = not native or self.native_ratio is None
+        if budget and kind.budget_weights is not TokenPolicy.budget_weights:
+            return None
         counts = [batch.mask[rows].sum(-1).tolist() for rows in batch.rank_groups]
         if self._ranked == "batch":
             counts = [[sum(rows)] for rows in counts]
-        total = sum(keep_count(ratio, n, rounding=self.rounding) for rows in counts for n in rows)
+        total = sum(
+            keep_count(self.ratio, n, rounding=self.rounding) for rows in counts for n in rows
+        )
         return torch.tensor(float(total))
 
     def loss(self, batch: PolicyBatch, log_probs: Tensor, weights: Tensor) -> Tensor | None:

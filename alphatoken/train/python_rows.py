@@ -28,7 +28,7 @@ from alphatoken.data.messages import (
     PROMPTS,
     RESPONSES,
     ROW_WEIGHTS,
-    SIDE_WEIGHTS,
+    TRL_CHATS,
     answer_text,
 )
 from alphatoken.data.pairs import pair_problem
@@ -43,10 +43,12 @@ from alphatoken.data.trl_rows import (
 from alphatoken.data.weights import (
     LOSS_WEIGHTS,
     PAIR_WEIGHTS,
+    WEIGHT_COLUMNS,
     WEIGHTLESS,
     has_weights,
     listed_weights,
     no_weights,
+    unweighted_messages,
 )
 from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 from alphatoken.model.loading import (
@@ -163,16 +165,10 @@ def require_tokens(
     if not _reads_no_more(arguments):
         return _checked_rows(dataset, name, arguments, None, problem)
     columns = columns_of(plain_rows(dataset), name)
-    read = {*read, *(_weight_columns(arguments) & columns)}
+    read = {*read, *(columns & WEIGHT_COLUMNS if arguments.get(WEIGHTS) else ())}
     unread = sorted(columns - {*read, "attention_mask"})
     check = partial(check_tokens, read=read)
     return _checked_rows(dataset, name, arguments, check, problem, unread)
-
-
-def _weight_columns(arguments: Mapping[str, Any]) -> set[str]:
-    """Columns in which a run that reads weights looks for them."""
-    columns = {*ROW_WEIGHTS, *SIDE_WEIGHTS, LOSS_WEIGHTS, *PAIR_WEIGHTS}
-    return columns if arguments.get(WEIGHTS) else set()
 
 
 def tokenizer_of(arguments: Mapping[str, Any]) -> Any:
@@ -261,7 +257,8 @@ def _texts(
     problem: Problem,
 ) -> Any:
     """The data set of texts or messages, checked; ``other`` columns change what a row says."""
-    columns, weighed = columns_of(plain_rows(dataset), name), _weight_columns(arguments)
+    columns = columns_of(plain_rows(dataset), name)
+    weighed = WEIGHT_COLUMNS if arguments.get(WEIGHTS) else frozenset[str]()
     unread = sorted(columns - read - _TRLS - weighed) if _reads_no_more(arguments) else []
     check = partial(
         check_row,
@@ -323,8 +320,7 @@ def with_token_weights(dataset: Any, name: str, arguments: Mapping[str, Any]) ->
     if isinstance(dataset, (list, tuple)):
         rows = [{**row, **weigh(row, number)} for number, row in enumerate(dataset)]
         return [{k: v for k, v in row.items() if k not in others} for row in rows]
-    form = (getattr(dataset, "format", None) or {}).get("type")
-    if hasattr(dataset, "map") and form != "custom":
+    if _can_map(dataset):
         return dataset.map(weigh, with_indices=True, remove_columns=others)
     if others or LOSS_WEIGHTS not in columns:
         raise InputError(
@@ -335,6 +331,29 @@ def with_token_weights(dataset: Any, name: str, arguments: Mapping[str, Any]) ->
             "datasets.Dataset",
         )
     return dataset
+
+
+def without_weights(dataset: Any) -> Any:
+    """Training rows without the weights that they bring; all else stays, in its order.
+
+    Raises:
+        InputError: rows of a kind that nothing can be taken from.
+    """
+    columns = columns_of(plain_rows(dataset), "training")
+    if not _can_map(dataset):
+        raise InputError(
+            "weights cannot be taken from the training rows",
+            got=type(dataset).__name__,
+            why="rows that are made as they are read cannot be changed",
+            remedy="a list of rows, or a datasets.Dataset without a transform",
+        )
+    rest = dataset.remove_columns(sorted(columns & WEIGHT_COLUMNS))
+    return rest.map(unweighted_messages) if columns & {*TRL_CHATS} else rest
+
+
+def _can_map(dataset: Any) -> bool:
+    form = (getattr(dataset, "format", None) or {}).get("type")
+    return hasattr(dataset, "map") and form != "custom"
 
 
 def _token_weights(row: Mapping[str, Any], number: int, weights: str) -> dict[str, list[float]]:

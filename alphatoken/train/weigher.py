@@ -1,7 +1,8 @@
 """The way from a policy to the loss of a step: a plan, then one function a micro-batch.
 
-``Weigher.plan`` does work only where a threshold (``keep_scope="global"``) or a divisor (kept
-tokens) needs the whole step. ``Weigher.loss`` is the whole story of a micro-batch::
+``Weigher.plan`` does work only where a threshold (``keep_scope="global"``, or of a policy whose
+scope is the step) or a divisor (kept tokens) needs the whole step. ``Weigher.loss`` is the whole
+story of a micro-batch::
 
     reference      log-probabilities of the reference model, where the policy needs them
     own forward    values of a forward beside the training, where the layout or the user wants one
@@ -27,6 +28,7 @@ from transformers import TrainerCallback
 
 from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
+from alphatoken.model.forward import evaluation_mode
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from alphatoken.support.devices import Refusals, deferred_refusals, settle
 from alphatoken.support.precision import float16_named
@@ -79,7 +81,9 @@ class Weigher:
             num_items: transformers' count of the step's response tokens, or None.
         """
         trainer_loss, plans = self._trainer_loss, [MicroBatchPlan(i) for i in range(len(samples))]
-        threshold_of_step = trainer_loss.args.keep_scope == "global"
+        several = len(samples) > 1 or trainer_loss.ranks.world > 1
+        by_losses = several and self.policy.scope == "step"
+        threshold_of_step = by_losses or trainer_loss.args.keep_scope == "global"
         counted = num_items is not None or self.policy.divisor_scope == "step"
         # A loss that each micro-batch divides by its own count needs no count of the step.
         divisor_of_step = self._divisor == "kept" and counted
@@ -109,22 +113,31 @@ class Weigher:
             batch = replace(batch, plan=replace(batch.plan, values=values, extra=extra))
         return batch
 
+    @selecting()
+    def _scores_in_advance(self, batch: MicroBatch) -> Tensor:
+        """(b, t) scores of a micro-batch, by its values or by a forward without dropout."""
+        run, proxy = self._trainer_loss, None
+        if self.policy.scope == "step":
+            proxy = LogProbProxy(run.model)
+            with torch.no_grad(), run.autocast(), run.beside_training(), evaluation_mode(run.model):
+                run.of(proxy, dict(batch.inputs), batch.num_items)
+        return self.policy.scores(self._policy_batch(batch, batch.plan.values, proxy))
+
     def _weigh_step(self, batches: Sequence[MicroBatch]) -> list[MicroBatchPlan]:
         """Plans with the weights of all micro-batches, each group ranked over the whole step."""
         run, policy = self._trainer_loss, self.policy
-        scores = [policy.scores(self._policy_batch(batch, batch.plan.values)) for batch in batches]
+        scores = [self._scores_in_advance(batch) for batch in batches]
         weights = [torch.zeros_like(score) for score in scores]
         for group in range(len(batches[0].rank_groups)):
             rows = [batch.rank_groups[group] for batch in batches]
             # Without the process's number: all processes draw alike, and each keeps its own part.
             seed = seed_of("whole step", run.args.value_seed, run.step, group)
             generator = torch.Generator().manual_seed(seed)
-            ratio = policy.settings.keep_ratio
             chosen = global_selection(
                 run.ranks,
                 [score[r] for score, r in zip(scores, rows, strict=True)],
                 [batch.mask[r] for batch, r in zip(batches, rows, strict=True)],
-                partial(policy.select, ratio=ratio, generator=generator),
+                partial(policy.select, ratio=policy.ratio, generator=generator),
             )
             for weight, part, r in zip(weights, chosen, rows, strict=True):
                 weight[r] = part

@@ -73,17 +73,8 @@ def _ranking() -> str:
     return table(["", *head], rows)
 
 
-def _conditions() -> str:
-    """Which model on which rows, and how long all took."""
-    return "".join(
-        f"* **{one['name']}**: {one['description']}; {one['minutes']:g} minutes on one core.\n"
-        for one in load(DOCS / "fidelity.json").values()
-    )
-
-
 WRITERS: dict[str, Writer] = {
     "ranking": _ranking,
-    "conditions": _conditions,
     **{name: partial(_side_by_side, name) for name in FACTS},
 }
 """Name of a table -> what writes it."""

@@ -100,7 +100,7 @@ def recipe(race: Race, model: str, rows: Path, judge: Path) -> dict[str, Any]:
         "export_values": False,
         "arms": arms,
         "looks": [*LOOKS, STEPS],
-        "level": 1e-9,
+        "level": 1e-14,  # about 12 standard errors
         "stop_after_looks": True,
     }
 

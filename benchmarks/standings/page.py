@@ -104,13 +104,15 @@ def recalled(places: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
 
 
 def tables(kind: str, model: str, *tasks: str) -> str:
-    """``lds MODEL``, ``rows MODEL``, ``drops MODEL TASK`` or ``facts MODEL``."""
+    """``lds MODEL [TASK...]``, ``rows MODEL``, ``drops MODEL TASK`` or ``facts MODEL``."""
     if kind == "facts":
         return _facts(load(DOCS / "standings.json")["facts"][model]["values"])
     tasks_of_model = load(DOCS / "standings.json")["runs"][model]
     if kind == "drops":
         return _drops(tasks_of_model[tasks[0]])
-    return _lds(tasks_of_model) if kind == "lds" else _rows(tasks_of_model)
+    if kind == "rows":
+        return _rows(tasks_of_model)
+    return _lds({task: tasks_of_model[task] for task in tasks or tasks_of_model})
 
 
 def _lds(tasks: Mapping[str, Any]) -> str:

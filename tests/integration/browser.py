@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -154,6 +154,14 @@ class Browser:
         data = self.send("Page.captureScreenshot", format="png")["data"]
         path.write_bytes(base64.b64decode(data))
         return path
+
+    def begins_with(self, *selectors: str, widths: Sequence[int] = (420, 1280)) -> None:
+        """On a first screen of each width, 900 pixels high, the first of each kind is whole."""
+        for width in widths:
+            self.resize(width, 900)
+            for selector in selectors:
+                box = f"document.querySelector('{selector}').getBoundingClientRect()"
+                assert self.evaluate(f"{box}.bottom") <= 900, (width, selector)
 
     def needs_no_sideways_scroll(self, *widths: int) -> None:
         for width in widths:

@@ -24,12 +24,19 @@ from alphatoken.train import (
     AlphaSFTTrainer,
 )
 from tests.integration import tiny_training as tiny
+from tests.property.test_own_weights import chat_tokenizer
 
 LOOKS, STEPS = [2, 4], 7
 HALF = {"policy": "random", "keep_ratio": 0.5}
+WEIGHTS = (0.0, 0.5, 1.0, 2.0, 0.25)
 WALK = {
     "policy": "top", "estimator": "walk", "keep_ratio": 0.8, "walk_steps": 2, "walk_refresh": 3,
     "walk_learning_rate": 1e-3, "objective": "adaptation",
+}  # fmt: skip
+
+KEPT = {
+    "policy": "top", "estimator": "label", "objective": "both", "retention": "diagonal",
+    "fisher_samples": 4, "fisher_max_new_tokens": 4, "layers": "2",
 }  # fmt: skip
 
 
@@ -45,13 +52,57 @@ def declared(arm: str) -> Iterator[None]:
         yield
 
 
-class World:
-    """Rows and options of one race, and the same run without it."""
+def weighed(rows: Any, kind: str) -> tuple[Any, Any]:
+    """The rows as tokens or turns where these have weights, and the same rows with weights.
 
-    def __init__(self, folder: Path, *, pairs: bool = False, peft: bool = False) -> None:
+    Args:
+        rows: of texts.
+        kind: what brings the weights: "row", "turn" or "token".
+    """
+    plain = [dict(row) for row in rows]
+    if kind == "turn":
+        plain = [{name: _chat(name, text) for name, text in row.items()} for row in plain]
+    if kind == "token" and "chosen" not in plain[0]:
+        plain = [dict(row) for row in tiny.tokenised(len(plain))]
+    return plain, [{**row, **_weights(row, number, kind)} for number, row in enumerate(plain)]
+
+
+def _chat(name: str, text: str) -> list[dict[str, Any]]:
+    return [{"role": "user" if name == "prompt" else "assistant", "content": text}]
+
+
+def _weights(row: dict[str, Any], number: int, kind: str) -> dict[str, Any]:
+    def listed(count: int) -> list[float]:
+        return [WEIGHTS[(number + place) % len(WEIGHTS)] for place in range(count)]
+
+    own = WEIGHTS[number % len(WEIGHTS)]
+    if kind == "row":
+        return {"weight": own, **({"rejected_weight": 2.0} if "rejected" in row else {})}
+    if "input_ids" in row:
+        return {"loss_weights": listed(len(row["input_ids"]))}
+    if kind == "token":  # TRL ends each response with a token of its own
+        return {f"{s}_weights": listed(len(row[s]) + 1) for s in ("chosen", "rejected")}
+    side = "completion" if "completion" in row else "rejected"
+    return {side: [{**message, "weight": own} for message in row[side]]}
+
+
+class World:
+    """Rows and options of one race, and the same run without it.
+
+    With ``weights`` ("row", "turn" or "token") training rows bring some; ``plain`` are the same
+    rows without them.
+    """
+
+    def __init__(
+        self, folder: Path, *, pairs: bool = False, peft: bool = False, weights: str | None = None
+    ) -> None:
         self.folder, self.pairs, self.peft = folder, pairs, peft
         rows = tiny.preference_rows if pairs else tiny.sft_rows
         self.train, self.validation = rows(24), rows(10, seed=5)
+        self.plain = self.train
+        self.tokenizer = chat_tokenizer("plain") if weights == "turn" else tiny.tokenizer()
+        if weights is not None:
+            self.plain, self.train = weighed(self.train, weights)
         self.choosing = rows(8, seed=9)
         self.kind: Any = AlphaDPOTrainer if pairs else AlphaSFTTrainer
 
@@ -67,7 +118,7 @@ class World:
 
     @property
     def more(self) -> dict[str, Any]:
-        more: dict[str, Any] = {"processing_class": tiny.tokenizer()}
+        more: dict[str, Any] = {"processing_class": self.tokenizer}
         more |= {"peft_config": tiny.lora()} if self.peft else {}
         return more | ({"ref_model": tiny.model()} if self.pairs and not self.peft else {})
 
@@ -93,16 +144,23 @@ class World:
         }
         return race(self.model, self.args(out, **options), RaceConfig(**config), **arguments)
 
-    def alone(self, arm: str, out: str, **options: Any) -> Any:
+    def alone(self, arm: str, out: str, fisher_dataset: Any = None, **options: Any) -> Any:
         """The run of an arm without a race."""
-        own = {"all": {"policy": "standard"}, "half": HALF, "walk": WALK}[arm]
+        own = {
+            "all": {"policy": "standard"},
+            "half": HALF,
+            "walk": WALK,
+            "kept": KEPT,
+            "weights": {"policy": "weights"},
+        }[arm]
         args = self.args(out, **{**options, **own})
         set_seed(args.seed)
         trainer = self.kind(
             model=self.model(),
             args=args,
-            train_dataset=self.train,
+            train_dataset=self.train if arm == "weights" else self.plain,
             validation_dataset=self.validation,
+            fisher_dataset=fisher_dataset,
             **self.more,
         )
         trainer.train()

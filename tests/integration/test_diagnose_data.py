@@ -159,13 +159,37 @@ def test_the_next_command_names_model_and_rows_as_they_were_named(
 @pytest.mark.slow
 @pytest.mark.pictures
 def test_the_page_in_a_browser(world: World, tmp_path: Path) -> None:
-    """Pictures are there, nothing is fetched, and a narrow screen needs no sideways scrolling."""
+    """Rows are text on one scale; nothing is fetched; a narrow screen scrolls downwards alone."""
     assert world.diagnose(tmp_path / "out") == 0
     with opened(tmp_path / "out" / "report.html", tmp_path / "profile", 1280) as browser:
         widths = browser.evaluate("[...document.images].map(image => image.naturalWidth)")
-        assert len(widths) == 2 + 2 * data.SHOWN
+        assert len(widths) == 2
         assert min(widths) > 100
+        written = json.loads(browser.evaluate("document.getElementById('page-data').textContent"))
+        for one in written["lists"]:
+            rows = f"[...document.querySelectorAll('#{one['anchor']} .example')]"
+            assert browser.evaluate(f"{rows}.map(e => e.ariaLabel)") == [
+                example["place"] for example in one["examples"]
+            ]
+            tokens = [
+                token
+                for example in one["examples"]
+                for token, valued in zip(example["tokens"], example["response"], strict=True)
+                if valued == "1"
+            ]
+            shown = f"{rows}.flatMap(e => [...e.querySelectorAll('.tok')].map(t => t.textContent))"
+            assert browser.evaluate(shown) == tokens
+        full = format(written["lists"][0]["full"], "g")
+        ends = browser.evaluate("document.querySelector('.scale').textContent")
+        assert f"\u2212{full} or less" in ends
+        assert f"+{full} or more" in ends
+        assert "nats" in ends
+        browser.evaluate("document.querySelector('.tok').click()")
+        told = browser.evaluate("[...document.querySelectorAll('#tip td')].map(d => d.textContent)")
+        assert told[:3:2] == ["value", "rank"]
+        assert told[4:7:2] == ["before", "after the walk"]
         browser.needs_no_sideways_scroll(420, 1280)
+        browser.begins_with("#data-lowest .tok", ".scale")
 
 
 # --- stopped and resumed --------------------------------------------------------------------------

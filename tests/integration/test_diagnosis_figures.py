@@ -90,6 +90,17 @@ def test_a_series_keeps_its_colour_in_every_panel(monkeypatch: pytest.MonkeyPatc
     assert colours[0] == colours[1]
 
 
+@pytest.mark.parametrize("steps", [(1,), (20,), (2, 4)])
+def test_an_axis_of_steps_has_whole_numbers(
+    steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a race of one look; the axis of the differences goes on as it is."""
+    records = [{"step": step, "difference": about(0.1)} for step in steps]
+    (axes,) = axes_of(figure("lines", records, x="step", y="difference"), monkeypatch)
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    assert any(tick != int(tick) for tick in axes.get_yticks())
+
+
 def test_what_is_compared_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     records = [{"x": x, "y": about(0.5), "chance": about(0.3)} for x in (1, 2)]
     one = figure(

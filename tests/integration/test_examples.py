@@ -27,6 +27,7 @@ from alphatoken.demo.__main__ import run_demo
 from alphatoken.demo.models import SMOLLM2, fetch_model
 from alphatoken.demo.rows import demo_rows
 from alphatoken.score import ScoredExample, read_values
+from alphatoken.support.coloured import full_scale
 from tests.both_programs import main
 from tests.integration import tiny_training as tiny
 from tests.places import nightly
@@ -181,7 +182,7 @@ def test_the_readmes_pictures_hold_the_values_that_lie_beside_them(tmp_path: Pat
     spoiled, clean = (row["mean"] for row in kept)
     assert spoiled < -1 < 0 < clean
     every = [value for row in kept for _, value in row["tokens"]]
-    full, values = float(np.quantile(np.abs(every), 0.95)), [value for value in every if value]
+    full, values = full_scale(every), [value for value in every if value]
     load("draw_rows.py")["main"]([str(ROOT / "docs/rows.json"), "--out", str(tmp_path / "rows")])
     for page in ("light", "dark"):
         for folder in (ROOT / "docs", tmp_path):
@@ -190,7 +191,8 @@ def test_the_readmes_pictures_hold_the_values_that_lie_beside_them(tmp_path: Pat
             drawn = re.findall(r"fill: #(4c9ade|f09637); fill-opacity: ([\d.]+)", text)
             for value, (colour, opacity) in zip(values, drawn[:-24], strict=True):
                 assert colour == ("4c9ade" if value > 0 else "f09637")
-                assert float(opacity) == pytest.approx(0.65 * min(1, abs(value) / full), abs=1e-3)
+                strength = min(1, abs(value) / full) ** 0.5
+                assert float(opacity) == pytest.approx(0.65 * strength, abs=1e-3)
 
 
 def test_rows_of_a_value_folder_are_drawn(tmp_path: Path) -> None:

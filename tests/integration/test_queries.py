@@ -148,7 +148,7 @@ def paged(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_page_and_summary_have_the_rows_of_both_sides(paged: Path) -> None:
     page = (paged / "report.html").read_text(encoding="utf-8")
-    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    data = json.loads(re.search(r'id="page-data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
     lists = {one["anchor"]: one for one in data["lists"]}
     told = json.loads((paged / "summary.json").read_text())["queries"]
     examples = load(paged)
@@ -180,12 +180,12 @@ def test_page_and_summary_have_the_rows_of_both_sides(paged: Path) -> None:
 @pytest.mark.slow
 def test_browser_draws_the_rows_of_each_query(paged: Path, tmp_path: Path) -> None:
     with opened(paged / "report.html", tmp_path / "profile") as browser:
-        data = json.loads(browser.evaluate("document.getElementById('data').textContent"))
+        data = json.loads(browser.evaluate("document.getElementById('page-data').textContent"))
         for one in data["lists"]:
             tokens = f"document.querySelectorAll('#{one['anchor']} .tok')"
             due = sum(example["response"].count("1") for example in one["examples"])
             assert browser.evaluate(f"{tokens}.length") == due
-            values = [v for e in one["examples"] for v in e["values"][one["component"]["key"]]]
+            values = [v for e in one["examples"] for v in e["values"][one["key"]]]
             colours = browser.evaluate(
                 f"[...{tokens}].map(t => getComputedStyle(t).backgroundColor)"
             )
@@ -196,4 +196,5 @@ def test_browser_draws_the_rows_of_each_query(paged: Path, tmp_path: Path) -> No
         browser.evaluate("document.querySelector('.tok').focus()")
         label = browser.evaluate("document.activeElement.getAttribute('aria-label')")
         assert re.search(r": [+\u2212]?[0-9.]+", label)
+        browser.begins_with(".scale", "[id$=raise] .tok", "[id$=lower] .tok", widths=[1280])
         assert not browser.errors

@@ -22,6 +22,7 @@ from tests.forked import SERVER
 from tests.integration import tiny_training as tiny
 from tests.integration.race_world import (
     HALF,
+    KEPT,
     LOOKS,
     STEPS,
     World,
@@ -53,9 +54,13 @@ def test_a_race_of_pairs(tmp_path: Path) -> None:
     assert same_weights(result.trainer, world.alone("half", "alone"))
 
 
-def test_all_against_itself_never_leaves(tmp_path: Path) -> None:
-    """An arm that trains on every token too: each difference is 0."""
-    result = World(tmp_path).race(arms={"same": {"policy": "standard"}}, stop_after_looks=True)
+@pytest.mark.parametrize("arm", ["standard", "weights"])
+def test_all_against_itself_never_leaves(arm: str, tmp_path: Path) -> None:
+    """An arm that trains on every token too, or by weights of 1: each difference is 0."""
+    world = World(tmp_path)
+    world.train = [{**row, "weight": 1.0} for row in world.plain]
+    arms = {"same": {"policy": arm}, "other": {"policy": "weights"}}
+    result = world.race(arms=arms, stop_after_looks=True)
     assert result.winner == "all"
     assert all(look["same"].value == look["same"].error == 0 for look in result.outcome.differences)
 
@@ -153,6 +158,22 @@ def test_a_race_that_was_killed_goes_on_to_the_same_bits(
     assert result.outcome == whole.outcome
     assert same_weights(result.trainer, whole.trainer)
     assert same_weights(result.trainer, world.alone("half", "alone"))
+
+
+@pytest.mark.parametrize("place", ["in a step of the second arm", "before the winner is moved"])
+def test_a_race_of_weights_that_was_killed_goes_on(place: str, tmp_path: Path, kill: Any) -> None:
+    """To the bits of the run by the weights; rows of other weights are refused."""
+    world = World(tmp_path, weights="token")
+    kill(*PLACES[place])
+    with pytest.raises(Killed):
+        world.won_by("weights", arms=["weights"])
+    kill.undo()
+    if place == "before the winner is moved":
+        rows = [{**row, "loss_weights": [1.0] * len(row["labels"])} for row in world.plain]
+        with pytest.raises(ConfigError, match="train_dataset"):
+            world.won_by("weights", arms=["weights"], train_dataset=rows, resume=True)
+    result = world.won_by("weights", arms=["weights"], resume=True)
+    assert same_weights(result.trainer, world.alone("weights", "alone"))
 
 
 def test_a_race_that_ended_with_its_verdict_goes_on(tmp_path: Path) -> None:
@@ -344,26 +365,37 @@ def test_an_arm_without_some_rows(tmp_path: Path) -> None:
     for arms, message in (
         (["without:source=film"], "leaves out no row"),
         ({"half": {**HALF, "keep_ratio": 7}}, "keep_ratio"),
-        (["weights"], "no race reads weights of rows"),
-        (
-            {
-                name: {
-                    "policy": "top",
-                    "estimator": "alphatoken",
-                    "objective": objective,
-                    "retention": retention,
-                }
-                for name, objective, retention in (
-                    ("plain", "adaptation", "none"),
-                    ("kept", "both", "diagonal"),
-                )
-            },
-            "other rows held out.*'plain' and 'kept'",
-        ),
     ):
         with pytest.raises(ConfigError, match=message):
             world.race("other", arms=arms)
     assert not (tmp_path / "other").exists()
+
+
+def test_an_arm_without_the_rows_of_a_weight(tmp_path: Path) -> None:
+    """The column is there when rows are left out by it, and gone when they are trained on."""
+    world = World(tmp_path)
+    world.train = [{**row, "weight": float(n % 2)} for n, row in enumerate(world.plain)]
+    result = world.race(arms=["weights", "without:weight=0.0"], looks=[2], stop_after_looks=True)
+    assert set(result.state.losses["2"]) == {"all", "weights", "without:weight=0.0"}
+
+
+def test_arms_without_the_rows_that_they_read_are_refused(tmp_path: Path) -> None:
+    """Before any work, also where only the last arm lacks them."""
+    world, weighed = World(tmp_path), World(tmp_path, weights="token")
+    data = {**KEPT, "retention": "data"}
+    rows = [{**row, "loss_weights": [1.0]} for row in weighed.plain]
+    negative = [{**row, "weight": -1.0} for row in world.plain]
+    for changes, error, message in (
+        ({"arms": {"half": HALF, "data": data}}, ConfigError, "needs a retention dataset"),
+        ({"fisher_dataset": tiny.sft_rows(6, seed=21)}, ConfigError, "no Fisher is wanted"),
+        ({"arms": ["weights"]}, InputError, "no training row has a weight"),
+        ({"arms": ["weights"], "train_dataset": negative}, DataError, "a weight is negative"),
+        ({"arms": ["weights"], "train_dataset": rows}, InputError, "'loss_weights' has 1 entries"),
+    ):
+        with pytest.raises(error, match=message):
+            world.race("refused", **changes)
+        assert not (tmp_path / "refused" / "race.json").exists()
+        assert not (tmp_path / "refused" / "arms").exists()
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -408,12 +440,60 @@ def test_the_command_and_the_run_of_its_winner(
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.parametrize("command", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
+def test_the_command_races_weights_of_the_rows(command: str, place: Path) -> None:
+    """``all`` is the run that leaves them aside; choosing rows are all the rows that it takes."""
+    rows: Any = tiny.sums if command == "sft" else tiny.preference_rows
+    weights = {"weight": 0.5} if command == "sft" else {"weight": 0.5, "rejected_weight": 2.0}
+    weighed = [{**row, **(weights if n % 3 else {"weight": 0.0})} for n, row in enumerate(rows(24))]
+    file = ["--train_file", str(jsonl(place / "weighed.jsonl", weighed)), "--validation_rows", "0"]
+    own = ["--choosing_file", str(jsonl(place / "trusted.jsonl", list(rows(8, seed=9))))]
+    own += ["--looks", "2", "--level", "1e-9", "--arms", "weights"]
+    for arm, alone in (
+        ("weights", ["--policy", "weights"]),
+        ("all", ["--policy", "standard", "--unread_columns", ",".join(weights)]),
+    ):
+        raced, single = (words(place, f"{command}-{arm}-{name}") for name in ("raced", "alone"))
+        for line in (raced, single):
+            at = line.index("--validation_file")
+            line[at : at + 2] = file
+        with declared(arm):
+            assert main(["race", *raced, *own, *(["--dpo"] if command == "dpo" else [])]) == 0
+        assert main([command, *single, *alone]) == 0
+        one, two = (
+            load_file(place / f"{command}-{arm}-{name}" / "model.safetensors")
+            for name in ("raced", "alone")
+        )
+        assert all(torch.equal(one[name], two[name]) for name in one | two)
+
+
+def test_the_command_on_a_fisher_of_one_arm(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its prompts are read for that arm; drawn from the training rows they are refused."""
+    kept = "kept:policy=top,estimator=label,objective=both,retention=diagonal,layers=2,"
+    kept += "fisher_samples=4,fisher_max_new_tokens=4"
+    own = ["--arms", "walk-80", kept, "--looks", "2", "--stop_after_looks"]
+    jsonl(place / "prompts.jsonl", tiny.sums(8, seed=21))
+    prompts = ["--fisher_data", str(place / "prompts.jsonl")]
+    assert main(["race", *words(place, "drawn"), *own]) == 2
+    err = capsys.readouterr().err
+    assert "other rows held out" in err
+    assert "0 and 4 for 'kept'" in err
+    assert main(["race", *words(place, "walked"), *prompts]) == 2
+    assert "no Fisher is wanted" in capsys.readouterr().err
+    assert main(["race", *words(place, "kept"), *own, *prompts]) == 0
+    capsys.readouterr()
+
+
 def test_the_command_stops_and_goes_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = words(place, "stopped", "--looks", "2")
     assert main(["race", *own, "--stop_after_looks"]) == 0
     err = capsys.readouterr().err
     assert "8 of 16 validation rows are set aside to choose by, and 8 are left for the arms" in err
     assert "to go on: alphatoken race" in err
+    page = (place / "stopped" / "race.html").read_text("utf-8")
+    assert page.index("What a race does not say") < page.index('class="command">alphatoken race')
     assert not (place / "stopped" / "model.safetensors").exists()
     assert main(["race", *own]) == 2
     assert "is not empty" in capsys.readouterr().err
@@ -437,7 +517,7 @@ def test_the_command_on_pairs_and_what_it_refuses(
         (["--choosing_file", "none.jsonl"], "choosing_file does not exist"),
         (["--keep_retention"], "keep_retention needs retention rows"),
         (["--arms", "without:source=film"], "leaves out no row"),
-        (["--arms", "weights"], "no race reads weights of rows"),
+        (["--arms", "weights"], "no training row has a weight"),
         (["--looks", "9"], "over before the last look"),
         (["--load_best_model_at_end", "true", "--eval_strategy", "steps", "--save_strategy",
           "steps", "--eval_data", str(place / "rows.jsonl")], "load_best_model_at_end"),

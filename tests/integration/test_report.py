@@ -27,8 +27,10 @@ from alphatoken.score import (
 from alphatoken.score.meaning import Meaning, meaning_of
 from alphatoken.score.page import script_safe
 from alphatoken.score.token_kinds import page_kinds
-from alphatoken.score.value_page import MOST_TOKENS, full_scale, row_histogram, shown_examples
-from alphatoken.score.values import LOSS, visible
+from alphatoken.score.value_page import MOST_TOKENS, row_histogram, shown_examples
+from alphatoken.score.values import LOSS
+from alphatoken.support.coloured import ColouredRows, ShownToken, full_scale
+from alphatoken.support.token_texts import visible
 from tests.integration.browser import Browser, opened
 from tests.integration.test_diagnose_page import HOSTILE as TEXTS
 from tests.integration.test_diagnose_page import Page
@@ -201,9 +203,23 @@ def test_a_histogram_parts_the_signs_and_marks_the_trusted_rows() -> None:
 
 
 def test_a_colour_is_full_where_nearly_all_values_are_smaller() -> None:
-    assert full_scale([[0.001234] * 99, [-50.0]]) == 0.0013
-    assert full_scale([[0.0] * 99, [3.0]]) == 3.0
-    assert full_scale([[0.0], []]) == 0.0
+    assert full_scale([*[0.001234] * 99, -50.0]) == 0.0013
+    assert full_scale([*[0.0] * 99, 3.0]) == 3.0
+    assert full_scale([0.0]) == 0.0
+
+
+def test_a_terminal_and_a_page_of_the_same_rows_have_one_scale(tmp_path: Path) -> None:
+    """Rows that stand at an end too count once; the size of full colour is the same number."""
+    rows = [
+        chat(n, PROMPT, ("It", " 5", "<|im_end|>"), *np.random.default_rng(n).normal(size=3))
+        for n in range(7)
+    ]
+    page = write_report(tmp_path / "p.html", summarise(rows)).read_text("utf-8")
+    data = json.loads(re.search(r'id="page-data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    tokens = [[ShownToken("a", float(v)) for v in one.values["total"][-3:]] for one in rows]
+    assert data["scales"]["total"] == ColouredRows(tokens, "").full == full_scale(
+        float(v) for one in rows for v in one.values["total"][-3:]
+    )  # fmt: skip
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -263,7 +279,7 @@ def test_page_is_self_contained_and_hostile_tokens_stay_text(tmp_path: Path) -> 
     assert f"script-src 'sha256-{digest}'; " in policy[1], "our script and no other"
     assert "&lt;i&gt;note" in text
     assert "<script>document.title" not in text
-    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index]
+    data = json.loads(re.search(r'id="page-data">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index]
     assert data["examples"][0]["tokens"] == [visible(token) for token in HOSTILE]
     assert script_safe("</script>\u2028") == '"\\u003c/script\\u003e\\u2028"'
 
@@ -349,7 +365,7 @@ def test_browser_draws_every_response_token(browser: Browser, tmp_path: Path) ->
 
 
 def test_browser_colours_follow_sign_size_and_component(browser: Browser) -> None:
-    data = json.loads(browser.evaluate("document.getElementById('data').textContent"))
+    data = json.loads(browser.evaluate("document.getElementById('page-data').textContent"))
     before = browser.evaluate(COLOURS)
     values = [v for one in data["examples"] for v in one["values"]["total"]]
     for colour, value in zip(before, values, strict=True):
@@ -491,6 +507,13 @@ def test_browser_shows_the_ends_first_and_sorts_the_rows(walked: Browser) -> Non
     picture = walked.evaluate("document.querySelector('.bars').getAttribute('aria-label')")
     assert picture.startswith("From \u22124 to 4; rows from left to right: 1, 1, ")
     assert walked.evaluate("document.querySelectorAll('.axis i').length") == 2
+
+
+def test_browser_begins_with_the_oddest_row_and_the_unit(walked: Browser) -> None:
+    try:
+        walked.begins_with("#lowest .tok", ".scale")
+    finally:
+        walked.resize(1200, 900)
 
 
 def test_browser_folds_prompts_to_a_line_without_its_template(walked: Browser) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from alphatoken.cli import main
+from alphatoken.presets import WALK_RATE
 from alphatoken.score import read_values
 from tests.integration import tiny_training as tiny
 
@@ -27,6 +28,8 @@ def test_a_walk_of_the_models_own_and_its_options(
     assert "agrees with a copy that plain PyTorch trained" in capsys.readouterr().out
     settings = json.loads((tmp_path / "own" / "run.json").read_text())["settings"]
     assert (settings["walk_steps"], settings["walk_learning_rate"]) == (2, 1e-3)
+    assert (settings["layers"], settings["parameters"]) == ("all", "all")
+    assert not settings.keys() & {"window", "part", "derivative", "uncovered", "stability_weight"}
     refused = {
         "stability side": [*walk, "--fisher_file", "none.safetensors"],
         "walk_steps": ["--walk_steps", "2", "--estimator", "path"],
@@ -50,6 +53,8 @@ def test_the_page_marks_the_rows_that_the_walk_was_taken_on(
     words += ["--model_name_or_path", str(models / "model"), "--validation_rows", "8"]
     words += ["--estimator", "walk", "--output_dir", str(tmp_path / "out"), "--max_length", "20"]
     assert main(words) == 0
+    settings = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]
+    assert settings["walk_learning_rate"] == WALK_RATE, "the default in force, and not null"
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     trusted = list(read_values(tmp_path / "out" / "trusted"))
     assert page.count('<i style="left') == len(trusted) == 8

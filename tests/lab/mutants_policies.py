@@ -79,6 +79,7 @@ TALR = by("test_methods::test_talr_by_hand")
 DFT = by("test_methods::test_dft_by_hand")
 GCE = by("test_methods::test_gce_is_the_gradient_of_its_loss")
 TRUNCATION = by("test_methods::test_loss_truncation_is_a_sort")
+TRUNCATED = by("test_methods::test_loss_truncation_is_of_the_step", FOLDER, 2, "token", "sft")
 PRIFT = by("test_methods::test_prift_by_hand", FOLDER)
 EAFT = by("test_methods::test_eaft_by_hand")
 MIX = "test_policies_validation_mix::"
@@ -251,6 +252,9 @@ METHODS = (
     row("loss-truncation-keeps-what-it-drops", TRUNCATION,
         "the share that is left out is the share that is kept",
         ("methods.loss_truncation.LossTruncation.__init__", "= 1 - drop", "= drop")),
+    row("loss-truncation-of-the-micro-batch", TRUNCATED,
+        "tokens are left out by the losses of their micro-batch, so that accumulation changes them",
+        ("train.weigher.Weigher.plan", 'several and self.policy.scope == "step"', "False")),
     row("prift-of-the-current-model", PRIFT,
         "weights follow the model that is trained",
         ("methods.prift.PriFT.scores", "-batch.columns[_COLUMN]", "batch.log_probs")),

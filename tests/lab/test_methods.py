@@ -6,6 +6,7 @@ import math
 import re
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.protocol import AttentionCall
 from alphatoken.select.masks import keep_count
+from alphatoken.train import AlphaSFTTrainer, AlphaTrainer
 from alphatoken.train.log_prob_proxy import top_entropy
 from alphatoken.train.policies import find_policy, policy
 from alphatoken.train.policy import PolicyBatch, PolicySettings, PolicyStage, TokenPolicy
@@ -143,7 +145,7 @@ def test_gce_at_a_budget_takes_likely_tokens_first() -> None:
     st.sampled_from([0.1, 0.2, 0.4, 0.75]),
 )
 def test_loss_truncation_is_a_sort(losses: list[list[float]], drop: float) -> None:
-    """The ceil((1 - c) N) lowest losses of the batch, of equal ones the first.
+    """The ceil((1 - c) N) lowest losses of what is ranked together, of equal ones the first.
 
     Proves: loss truncation (exact), against a sort.
     """
@@ -166,6 +168,45 @@ def test_loss_truncation_by_response() -> None:
     of = batch([[3.0, 3.0], [1.0, 1.0], [2.0]])
     policy = LossTruncation(drop=0.4, unit="response")
     assert on_tokens(policy.weights(of), of) == [[0, 0], [1, 1], [1]]
+
+
+def truncated_step(model: Any, unit: str, drop: float, rate: float) -> dict[str, Tensor]:
+    """Weights after one step of SGD on eight rows, of which the highest losses are left out."""
+    rows = [torch.tensor([row["input_ids"], row["labels"]]) for row in tiny.tokenised(8)]
+    losses = []
+    for ids, labels in rows:
+        own = F.cross_entropy(
+            model(input_ids=ids[None]).logits[0, :-1], labels[1:], reduction="none"
+        )
+        losses.append(own[labels[1:] != -100])
+    ranks = [
+        own.detach() if unit == "token" else own.detach().mean().expand_as(own) for own in losses
+    ]
+    order = sorted(range(len(every := torch.cat(ranks))), key=lambda place: float(every[place]))
+    kept = order[: math.ceil((1 - Fraction(str(drop))) * len(every))]
+    (torch.cat(losses)[kept].sum() / len(every)).backward()
+    return {name: p.detach() - rate * p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["sft", "plain"])
+@pytest.mark.parametrize("unit", ["token", "response"])
+@pytest.mark.parametrize("rows", [8, 2])
+def test_loss_truncation_is_of_the_step(tmp_path: Path, rows: int, unit: str, kind: str) -> None:
+    """However a step is cut into micro-batches, and whatever a micro-batch has of high losses.
+
+    Proves: loss truncation of an accumulated step (exact), against autograd of the kept losses.
+    """
+    made = tiny.made(
+        AlphaSFTTrainer if kind == "sft" else AlphaTrainer, tmp_path, policy="loss-truncation",
+        policy_options={"drop": 0.4, "unit": unit}, train_dataset=tiny.tokenised(8), max_steps=1,
+        per_device_train_batch_size=rows, gradient_accumulation_steps=8 // rows, optim="sgd",
+        max_grad_norm=0.0, learning_rate=0.5,
+        **({} if kind == "sft" else {"data_collator": tiny.padded}),
+    )  # fmt: skip
+    expected = truncated_step(tiny.model(), unit, 0.4, 0.5)
+    made.train()
+    for name, weight in tiny.weights(made.model).items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
 
 
 def test_prift_by_hand(tmp_path: Path) -> None:

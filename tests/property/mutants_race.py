@@ -15,6 +15,14 @@ FAILED = claim(test_race_decision.test_an_arm_that_failed_leaves)
 EPOCHS = claim(test_race_runs.test_epochs_are_the_steps_that_they_have, needs=NEEDS)
 LOSSES = claim(test_race_runs.test_losses_are_of_the_model_at_the_look, needs=NEEDS)
 TOUCHES = claim(test_race_runs.test_measuring_touches_nothing, needs=NEEDS)
+WEIGHTS = claim(
+    test_race_runs.test_weights_of_rows_race_against_none, True, "row", {}, examples=1,
+    needs=NEEDS, tested=True,
+)  # fmt: skip
+FISHER = claim(
+    test_race_runs.test_a_fisher_is_read_by_the_arm_that_wants_it, "kept", examples=1, needs=NEEDS,
+    tested=True,
+)  # fmt: skip
 LOOKS = claim(test_race_decision.test_looks_by_default_and_by_hand)
 
 
@@ -78,6 +86,13 @@ RACES = (
     row("loss-of-a-row-summed", LOSSES,
         "a row's loss is not by token, and its tokens count twice",
         ("race.runner.row_losses", "losses.append(total / count)", "losses.append(total)")),
+    row("all-without-the-rows-of-weight-0", WEIGHTS,
+        "an arm that reads no weights trains on fewer rows than the one that does",
+        ("train.python_rows.without_weights", "rest = dataset.remove_columns(",
+         "rest = dataset.filter(lambda row: row['weight']).remove_columns(")),
+    row("fisher-of-the-training-rows", FISHER,
+        "rows for a Fisher are handed to no arm, and it is fitted on training rows",
+        ("race.runner.datasets_of", "args.reads_fisher or not", "not")),
     row("look-in-the-mode-of-training", TOUCHES,
         "the reference of pairs is asked with dropout, and random numbers are drawn",
         ("race.runner.row_losses", "evaluation_mode(trainer.model), ", "")),

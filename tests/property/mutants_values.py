@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 from tests.property import test_differences as moved
+from tests.property import test_estimators as estimators
 from tests.property import test_influence_direction as influence
 from tests.property import test_oracle_run as runs
 from tests.property import test_sharded as sharded
@@ -26,6 +27,10 @@ TIED = claim(
 PADDED = claim(
     moved.test_differences_are_the_label_values,
     setup=Setup(moved.PADDED), form="central", examples=1,
+)  # fmt: skip
+LOSSES = claim(
+    estimators.test_values_come_with_the_losses_of_their_tokens,
+    setup=Setup(moved.PADDED), way="label, central", examples=1,
 )  # fmt: skip
 SHIFTED = claim(moved.test_a_shift_is_what_it_says, examples=1)
 STATED = claim(moved.test_in_float32_the_stated_error_bounds_the_true_one, examples=1)
@@ -101,6 +106,9 @@ VALUES_BY_DIFFERENCES = (
          "self._comparable(recording)", "recording.losses is not None"),
         ("estimate.differences.Differences._derivative",
          "step.is_due(size) or step.error(size) > TOLERANCE or self._chooses", "False")),
+    row("losses-at-moved-weights", LOSSES,
+        "the losses beside the values are those of one side of the difference",
+        ("estimate.differences._Quotients.here", "(loss_plus + loss_minus) / 2", "loss_minus")),
     row("base-in-16-bits", (COARSE, COARSE_WITHOUT_GRAPH, MOVED_CAST),
         "losses that 16 bits rounded, or a cast of the scores, are a side of the difference",
         ("estimate.label.Label._based",

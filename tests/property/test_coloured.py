@@ -6,6 +6,7 @@ import io
 import re
 import sys
 from dataclasses import replace
+from decimal import Decimal
 from html.parser import HTMLParser
 
 import pytest
@@ -22,7 +23,7 @@ from alphatoken.values import TokenValues
 from tests.property.test_shown_tokens import byte_tokenizer
 
 LETTERS = ["a", " ", "<", "&", "'", "\n", "\x1b", "\u00e9", "\U0001f99c"]
-SHOWN = {"\n": "\u21b5\n", "\x1b": "\\x1b"}
+SHOWN = {"\n": "\u21b5\n", "\x1b": "\u27e8U+001B\u27e9"}
 ROWS = st.lists(
     st.tuples(
         st.text(st.sampled_from(LETTERS), max_size=6),  # prompt
@@ -110,13 +111,17 @@ class Spans(HTMLParser):
         self._open = False
 
 
-def quantile(sizes: list[float], share: float) -> float:
-    """Between the two sizes about place ``share * (n - 1)`` of the sorted ones."""
+def full_size(sizes: list[float]) -> float:
+    """Between the two sizes about place 0.98 (n - 1) of the sorted ones, to two digits upwards."""
     ordered = sorted(sizes)
-    place = share * (len(ordered) - 1)
+    place = 0.98 * (len(ordered) - 1)
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    size = ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    least = Decimal(f"{size:.1e}")
+    return float(
+        least if least >= Decimal(size) else least + Decimal(1).scaleb(least.adjusted() - 1)
+    )
 
 
 SEEDS = st.integers(0, 2**16)
@@ -142,12 +147,12 @@ def test_a_notebook_shows_each_value_at_its_token(
     wanted = [(row, *one[:2]) for row, own in enumerate(expected(rows)) for one in own if one[2]]
     assert [one[:2] for one in page.tokens] == [(row, text) for row, _, text in wanted]
     totals = [float(values.total[row, index]) for row, index, _ in wanted]
-    full = quantile([abs(one) for one in totals], 0.95) if totals else 0.0
+    full = full_size([abs(one) for one in totals]) if totals else 0.0
     for total, (_, _, style, told) in zip(totals, page.tokens, strict=True):
         assert told == pytest.approx(total, rel=6e-3)
         *colour, opacity = (float(x) for x in re.findall(r"[\d.]+", style))
         assert tuple(colour) == (PLUS if total > 0 else MINUS)
-        assert opacity == pytest.approx(0.65 * min(1.0, abs(total) / full), abs=1e-3)
+        assert opacity == pytest.approx(0.65 * min(1.0, abs(total) / full) ** 0.5, abs=1e-3)
     if totals:
         assert f"{full:+.2g}" in page.texts
         assert f"{-full:+.2g}" in page.texts
@@ -166,7 +171,7 @@ def test_a_terminal_shows_each_value_at_its_token(
     values = values_of(batch, seed)
     shown = values.show(byte_tokenizer(), batch)
     sizes = values.total[values.mask].abs().tolist()
-    full = quantile(sizes, 0.95) if sizes else 0.0
+    full = full_size(sizes) if sizes else 0.0
     codes = {(2, True): "97;44", (2, False): "30;43", (1, True): "94", (1, False): "33"}
     for colour in (False, True):
         parts = [shown.text(colour=colour).split("\n")[0]]
@@ -174,7 +179,7 @@ def test_a_terminal_shows_each_value_at_its_token(
             body, prompt = "", ""
             for index, text, valued in own:
                 total = float(values.total[row, index])
-                level = (abs(total) >= full / 3) + (abs(total) >= full * 2 / 3)
+                level = (abs(total) >= full / 4) + (abs(total) >= full * 9 / 16)
                 if not valued:
                     prompt += text.replace("\n", "")
                 elif level and colour:
@@ -247,7 +252,7 @@ def test_a_table_has_one_line_a_response_token(
     wanted = [(row, *one[:2]) for row, own in enumerate(expected(rows)) for one in own if one[2]]
     assert len(lines) == len(wanted)
     for line, (row, position, text) in zip(lines, wanted, strict=True):
-        shown = {"\n": "\u21b5\n", "\x1b": "\\x1b"}.get(line.pop("token"), text)
+        shown = {"\n": "\u21b5\n", "\x1b": "\u27e8U+001B\u27e9"}.get(line.pop("token"), text)
         assert shown == text
         numbers = {"value": values.total[row, position], "loss": values.losses[row, position]}
         if components:

@@ -300,6 +300,16 @@ def test_tables_hold_the_tests_and_both_ends() -> None:
     assert [one["end"] for one in ends] == ["lowest"] * 3 + ["highest"] * 3
     worst = max(groups[JUDGED], key=lambda one: one["loss"])
     assert all((one["rank_by_loss"] == 1) == (one["place"] == worst["place"]) for one in ends)
+    for (title, shown), end in zip(found.lists.items(), (order, [*reversed(order)]), strict=True):
+        assert title.endswith("mean value")
+        for one, record in zip(shown["examples"], end, strict=False):
+            assert (one["place"], one["mean"]) == (record["place"], record["value"])
+            assert one["mean_loss"] == record["loss"]
+            assert len(one["values"]["total"]) == record["tokens"] == one["response"].count("1")
+            mean = sum(one["values"]["total"]) / record["tokens"]
+            assert mean == pytest.approx(record["value"], abs=1e-3)
+        assert len(shown["examples"]) == data.SHOWN
+        assert shown["unit"] == "nats"
     assert found.settings["estimator"] == "walk"
     assert (found.settings["walk_steps"], found.settings["ends"]) == (3, 3)
 

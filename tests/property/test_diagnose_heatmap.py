@@ -24,7 +24,7 @@ from alphatoken.diagnose.heatmap import (
 from alphatoken.diagnose.statistics import Estimate
 from alphatoken.diagnose.subject import Subject
 from alphatoken.score.page import MINUS, PLUS, colour_of
-from alphatoken.score.values import visible
+from alphatoken.support.token_texts import visible
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.rows import drawn_rows as rows_of
 

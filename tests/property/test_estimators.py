@@ -40,7 +40,7 @@ from tests.property.setups import (
     truth,
     zeros,
 )
-from tests.property.strategies import SEEDS, Case, make_case
+from tests.property.strategies import PADDED, SEEDS, Case, make_case
 from tests.property.tolerance import close
 
 Document = tuple[Tensor, Tensor]
@@ -548,3 +548,32 @@ def test_the_coverage_report_says_what_was_proved() -> None:
 def test_negative_layer_indices_count_from_the_end() -> None:
     for one, two in (((-1,), 1), ((0, -1), "all"), ((1, 0), (0, 1))):
         assert torch.equal(score(PLAIN, "direct", layers=one), score(PLAIN, "direct", layers=two))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "alphatoken": {}, "direct": {}, "path": {}, "label": {},
+    "label, central": {"derivative": "central"}, "label, one-sided": {"derivative": "one_sided"},
+    "walk": {"walk_steps": 1}, "walk, central": {"walk_steps": 1, "walk_form": "central"},
+}  # fmt: skip
+"""Estimators, and the ways in which they come by losses, with their options."""
+
+
+@given(setups(), st.sampled_from([*WAYS]))
+@example(Setup(PADDED), "label, central")
+@example(FULL, "label")
+@budget(0.1)
+def test_values_come_with_the_losses_of_their_tokens(setup: Setup, way: str) -> None:
+    """In nats, 0 off the response; central differences have them to the square of their step.
+
+    Proves: losses beside values (exact), against ``token_losses``.
+    """
+    case, model = setup.case, setup.case.model()
+    wanted = gradients.batch_losses(forward_of(model), case.batch).detach()
+    options = {"retention": False, **WAYS[way]}
+    scorer = make_scorer(setup, way.split(",")[0], model=model, **options)
+    with quiet(), scorer.observe() as observed:
+        watched = observed.values(model(**case.inputs), case.batch["labels"])
+    for values in (quiet_score(scorer, case.batch), watched):
+        assert values.losses is not None
+        close(values.losses, wanted, 1.0 + wanted, 1e-7, name=way)
+        assert not bool(values.losses[~values.mask].any())

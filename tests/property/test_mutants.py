@@ -217,7 +217,7 @@ undisturbed unflatten
 directed_parameters known_labels listed logits_of scalar_losses moved_outputs recorded_uses
 key_jacobian key_norm_bound rms_norm rms_norm_jacobian rotary_matrix branch_log_probabilities
 contract propagated_errors split_attention traced bare_model decoder_blocks expert_tensors
-find_scored taylor_remainder third_derivative_along adam_direction run_losses trainable
+find_scored taylor_remainder third_derivative_along adam_direction run_losses trainable moved_along
 """
 """What oracles and the certificate are put together from."""
 

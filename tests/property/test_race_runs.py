@@ -59,6 +59,56 @@ def test_the_winner_is_its_run_without_a_race(arm: str, peft: bool) -> None:
         assert not (small.folder / "race" / "arms").exists()
 
 
+PACKED = {"packing": True, "max_length": 96, "gradient_accumulation_steps": 2}
+WEIGHTS = [
+    pytest.param(*case, marks=() if index < 2 else pytest.mark.slow)
+    for index, case in enumerate([
+        (False, "token", {}),
+        (True, "row", {}),
+        (False, "row", PACKED),
+        (False, "turn", {}),
+        (True, "token", {"gradient_accumulation_steps": 2}),
+        (True, "turn", {}),
+    ])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pairs", "kind", "options"), WEIGHTS)
+def test_weights_of_rows_race_against_none(pairs: bool, kind: str, options: Any) -> None:
+    """Each of the two ends as its own run: by the weights, and on the same rows without them.
+
+    Proves: a race of weights that rows bring (exact), against both runs without a race.
+    """
+    with world(pairs=pairs, weights=kind) as small:
+        from tests.integration.race_world import same_weights
+
+        won = {}
+        for arm in ("weights", "all"):
+            result = small.won_by(arm, arm, arms=["weights"], options=options)
+            won[arm] = result.trainer
+            assert same_weights(won[arm], small.alone(arm, "alone", **options))
+        assert not same_weights(*won.values())
+
+
+@pytest.mark.parametrize("arm", ["kept", pytest.param("walk", marks=pytest.mark.slow)])
+def test_a_fisher_is_read_by_the_arm_that_wants_it(arm: str) -> None:
+    """Rows for it are handed to that arm alone, and the others are the runs that have none.
+
+    Proves: a race of which one arm reads a Fisher (exact), against each run without a race.
+    """
+    with world() as small:
+        from tests.integration import tiny_training as tiny
+        from tests.integration.race_world import KEPT, WALK, same_weights
+
+        prompts = tiny.sft_rows(6, seed=21)
+        arms = {"walk": WALK, "kept": KEPT}
+        result = small.won_by(arm, arms=arms, looks=[2], fisher_dataset=prompts)
+        own = {"fisher_dataset": prompts} if arm == "kept" else {}
+        alone = small.alone(arm, "alone", **own)
+        assert result.trainer.run_facts()["data"] == alone.run_facts()["data"]
+        assert same_weights(result.trainer, alone)
+
+
 def test_epochs_are_the_steps_that_they_have() -> None:
     """A run of epochs has the schedule of its steps, in every arm.
 

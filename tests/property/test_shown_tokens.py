@@ -32,7 +32,10 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core)
 
 
-SHOWN = {"\n": "\u21b5\n", "\x1b": "\\x1b", "\u27e6": "\\\u27e6", "\t": "\\t", "\u202e": "\\u202e"}
+SHOWN = {
+    "\n": "\u21b5\n", "\t": "\u21e5\t", "\x1b": "\u27e8U+001B\u27e9", "\u27e6": "\\\u27e6",
+    "\u202e": "\u27e8U+202E\u27e9",
+}  # fmt: skip
 """Characters that are not printed as they are."""
 TEXTS = st.text(st.sampled_from(["a", " ", "\u00e9", "\u4e2d", "\U0001f99c", *SHOWN]), max_size=8)
 WEIGHTS = st.lists(st.sampled_from([None, 0.0, 0.5, 1.0, 2.0, -1.0]), min_size=32, max_size=32)

@@ -16,21 +16,23 @@ UNITS = ("token", "response")
 class LossTruncation(TokenPolicy):
     """Loss truncation, a policy.
 
-        keep the ceil((1 - c) N) of the N tokens of the micro-batch with the lowest l_t = -log p_t
+        keep the ceil((1 - c) N) of the N tokens of the step with the lowest l_t = -log p_t
         L = (sum of l over them) / (response tokens)
 
     A hard mask, ranked anew at every step with the current model. With ``unit="response"`` a
     response has its mean loss and whole responses are kept, of the last one what the budget leaves;
-    it needs micro-batches of many rows. The published code leaves out whole sequences above a
-    quantile of the last 10,000 losses. Here the quantile is that of the micro-batch: a policy keeps
-    no state over steps.
+    it needs steps of many rows. The published code leaves out whole sequences above a quantile of
+    the last 10,000 losses. Here the quantile is that of the optimizer step, over its micro-batches
+    and processes: a policy keeps no state over steps. A step of several micro-batches takes one
+    forward a micro-batch more, without dropout, since the losses of all are ranked before the
+    first is trained on; a step of one ranks the losses of its training forward.
 
     Args:
         settings: see ``PolicySettings``.
         drop: c, the share that is left out, 0.4. [above 0, below 1; the share of the rows that is
             thought wrong; the code's default]
         unit: "token", or "response". ["token" or "response"; "response" where whole rows are wrong
-            and micro-batches large; ours; the paper's are responses]
+            and steps have many rows; ours; the paper's are responses]
 
     Raises:
         ConfigError: a share outside (0, 1), or another unit.
@@ -40,7 +42,7 @@ class LossTruncation(TokenPolicy):
     """
 
     name: ClassVar[str] = "loss-truncation"
-    scope: ClassVar[str] = "batch"
+    scope: ClassVar[str] = "step"
     rounding: ClassVar[str] = "ceil"
     source: ClassVar[str] = "arXiv 2004.14589"
 
