@@ -184,10 +184,10 @@ class ScorerConfig:
     standard_errors: bool = option(False, "standard errors by the draw of the validation rows")
     # "forward_mode" is exact up to rounding. "central" (two forwards at theta +- h M) and
     # "one_sided" (one beside the observed losses, less exact) serve every kernel and layer, but
-    # need weights and products in float32 or wider. "auto" prefers differences where parameters
-    # below the scored layers take part, since forward mode starts at the input of the first scored
-    # layer and is cheaper above it. If the model rules one out, the other is used, with one
-    # warning. ``TokenValues`` say which it was, and its error.
+    # need weights and products in float32 or wider. "auto" prefers forward mode in float64; and in
+    # narrower numbers differences where parameters below the scored layers take part, since forward
+    # mode starts at the input of the first scored layer and is cheaper above it. If the model rules
+    # one out, the other is used, with one warning. ``TokenValues`` say which it was, and its error.
     derivative: str = option(
         "auto",
         "how 'label' differentiates the token losses",

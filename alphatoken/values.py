@@ -388,7 +388,7 @@ class Certificate:
         stated_error: of values by differences, as in ``TokenValues``, the largest of all ways;
             three times as much is allowed beside the tolerance.
         rounding: of a walk, in nats: by how much the values of a copy differ at most whose weights
-            start one rounding beside the model's; three times as much is allowed.
+            are off by four roundings in each step's forward; ten times as much is allowed.
         remedy: what to look at where something is off; empty unless the adapter is the user's own.
     """
 
@@ -444,8 +444,8 @@ class Certificate:
             )
         if self.rounding:
             lines.append(
-                f"  a walk that starts one rounding beside this one ends up to {self.rounding:.1e} "
-                "nats off, three times as much is allowed"
+                f"  with weights off by four roundings in each step, values differ by up to "
+                f"{self.rounding:.1e} nats; ten times as much is allowed"
             )
         oracle = "the per-token oracle" if self.tokens else "a copy that plain PyTorch trained"
         if self.passed:

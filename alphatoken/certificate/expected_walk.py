@@ -19,6 +19,9 @@ from alphatoken.oracle.run import moved_along
 from alphatoken.presets import WALK_RATE
 from alphatoken.support.progress import Tracker
 
+_ROUNDINGS = 4.0
+"""Of each weight in a forward; what a model's kernels add up to was measured to be no more."""
+
 
 class ExpectedWalk(Expected):
     """The oracle's answer to a scorer with ``estimator="walk"``, for every response token.
@@ -28,9 +31,9 @@ class ExpectedWalk(Expected):
     theta + D are the weights of the copy after ``walk_steps`` steps of ``torch.optim.AdamW``, each
     on the next validation batch; or those of the second model. AdamW divides each gradient by its
     own size, so that a walk amplifies the rounding of small ones; by how much is measured: a second
-    copy starts with each weight off by one rounding, and ``rounding`` is by how many nats its
-    values differ at most. Memory: two models, gradients and moments beside the user's; the central
-    form one model more.
+    copy has each weight off by some roundings in each step's forward, and ``rounding`` is by how
+    many nats its values differ at most. Memory: two models, gradients and moments beside the
+    user's; the central form one model more.
     """
 
     def compute(self, sampled: Tensor, tracker: Tracker) -> None:
@@ -41,7 +44,7 @@ class ExpectedWalk(Expected):
                 before, after = self._losses(scope.bare_model(self.arguments.reference))
             else:
                 before, after = self._losses(self._end(tracker, 0.0))
-                others = self._losses(self._end(tracker, 1.0))
+                others = self._losses(self._end(tracker, _ROUNDINGS))
                 own = (before - after, others[0] - others[1])
                 self.rounding = float((own[0] - own[1]).abs().max())
         weights = torch.ones_like(before)
@@ -50,7 +53,10 @@ class ExpectedWalk(Expected):
         if self._central:
             weights = weights / 2
         # Each end is rounded, so that their sum and not their difference is what is rounded.
-        allowed = before.abs() + after.abs() + 3 * self.rounding / self.arithmetic[1] * self.mask
+        # A loss is a log-sum-exp less a logit, which are rounded as numbers above 1 are.
+        allowed = (
+            2.0 + before.abs() + after.abs() + 10 * self.rounding / self.arithmetic[1] * self.mask
+        )
         self.compared, self.direction = self.mask, {}
         entry = Entry(weights * (before - after), weights.abs() * allowed)
         self._assemble({"adaptation": entry}, {}, {})
@@ -68,15 +74,11 @@ class ExpectedWalk(Expected):
         return before, after
 
     def _end(self, tracker: Tracker, roundings: float) -> nn.Module:
-        """A copy after the walk, which starts by so many roundings of each weight beside it."""
+        """A copy after the walk; each step's forward has so many roundings on each weight."""
         arguments, config = self.arguments, self.arguments.config
         twin = copy.deepcopy(self.model)
         forward, parameters = self._forward_of(twin), trainable(twin)
         draw = torch.Generator().manual_seed(0)
-        for parameter in parameters.values():
-            signs = torch.randint(0, 2, parameter.shape, generator=draw) * 2 - 1
-            step = roundings * torch.finfo(parameter.dtype).eps * signs.to(parameter.device)
-            parameter.data.mul_(1 + step)
         # Weights in 16 bits step in float32 and are rounded for each forward.
         stepped = {n: p.detach().to(_wide(p.dtype), copy=True) for n, p in parameters.items()}
         rate = WALK_RATE if config.walk_learning_rate is None else config.walk_learning_rate
@@ -84,7 +86,11 @@ class ExpectedWalk(Expected):
         one = isinstance(arguments.validation, (Mapping, composite.Pairs))
         batches = [arguments.validation] if one else list(arguments.validation)
         for number in range(config.walk_steps):
-            tracker.report(number + round(roundings) * config.walk_steps)
+            tracker.report(number + (roundings > 0) * config.walk_steps)
+            for parameter in parameters.values() if roundings else ():
+                signs = torch.randint(0, 2, parameter.shape, generator=draw) * 2 - 1
+                noise = roundings * torch.finfo(parameter.dtype).eps * signs.to(parameter)
+                parameter.data.mul_(1 + noise)
             # grad J of this batch: of the mean token loss, or of the preference loss
             batch = batches[number % len(batches)]
             gradients = composite.objective_gradient(forward, [batch], parameters)

@@ -18,6 +18,7 @@ from alphatoken.cli.program import (
     add_option,
     add_options,
     kinds_of,
+    replace_default,
     shorten_help,
 )
 from alphatoken.cli.value_options import parse_values
@@ -282,7 +283,8 @@ def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
     )
     add_options(parser, DiagnoseOptions)
     for changed, value in find(name).defaults.items() if name != ALL else ():
-        _set_default(parser, changed, value)
+        replace_default(parser, changed, f"(here {value})")
+        parser.set_defaults(**{changed: value})
     if options is None:
         return parser
     own = parser.add_argument_group(f"options of {name}")
@@ -293,16 +295,6 @@ def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
         flag = f"--{name.replace('-', '_')}_{one.name}" if clashes else f"--{one.name}"
         add_option(own, one, kinds[one.name], flag, f"{_OWN}{one.name}", default=argparse.SUPPRESS)
     return parser
-
-
-def _set_default(parser: argparse.ArgumentParser, name: str, value: Any) -> None:
-    """Give the option another default than its field has; its help says so."""
-    (action,) = (action for action in parser._actions if action.dest == name)
-    text, former = str(action.help), f"(default {action.default})"
-    action.help = text.replace(former, f"(default {value})")
-    if former not in text:
-        action.help = f"{text} (here {value})"
-    action.default = value
 
 
 def _description(name: str) -> str:

@@ -397,6 +397,14 @@ def option_parser(
     return parser
 
 
+def replace_default(parser: argparse.ArgumentParser, name: str, text: str) -> None:
+    """Have the help of an option say ``text`` at its end, in place of its default."""
+    (action,) = (action for action in parser._actions if action.dest == name)
+    if action.help != argparse.SUPPRESS:
+        former = f" (default {shown(action.default)})"
+        action.help = f"{str(action.help).removesuffix(former)} {text}"
+
+
 HELP_ALL = "--help_all"
 
 

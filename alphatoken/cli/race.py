@@ -192,7 +192,8 @@ class _Command:
             page = f"page: {folder / PAGE}\n{open_line(folder / PAGE)}"
             print(f"{verdict(result)}\n{cost(result)}\n{page}", flush=True)
         if self._arguments.race.stop_after_looks:
-            _say(f"to go on: {command}")
+            if is_first_process():
+                print(f"next: {command}", flush=True)
             return
         arguments = self._by_arm[result.winner]
         training.train(arguments, race.winner(result), [], going_on=True)

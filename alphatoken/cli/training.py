@@ -17,8 +17,10 @@ from typing import Any
 from alphatoken.cli.program import HELP_ALL, CommandParser, add_option, kinds_of, shorten_help
 from alphatoken.cli.recipes import accelerate_config, packaged_recipes
 from alphatoken.cli.training_options import RaceArguments, RowArguments, RunArguments
+from alphatoken.cli.value_options import say_preset
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.presets import values_in_words
+from alphatoken.score.options import ScoreOptions
 from alphatoken.support.progress import is_first_process
 from alphatoken.train.fields import AlphaFields, PairFields
 
@@ -195,6 +197,7 @@ https://huggingface.co/docs/trl/{trl}_trainer""",
             if f"--{one.name}" not in parser._option_string_actions:  # not shown already
                 add_option(group, one, field_kinds[one.name], f"--{one.name}")
     shorten_help(parser, _SHOWN[command], words)
+    say_preset(parser, words, "walk" if command == "race" else "paper")
     return parser.format_help()
 
 
@@ -283,9 +286,6 @@ def check_launch(arguments: Any) -> None:
 
 def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = False) -> None:
     """Train to the end, and write the model; ``going_on`` from what is in the output folder."""
-    from alphatoken.support.storage import open_line
-    from alphatoken.train.records import REPORT
-
     args, first = arguments.training, trainer.accelerator.is_main_process
     resume = "auto" if arguments.run.resume or going_on else None
     resume = args.resume_from_checkpoint or resume
@@ -317,9 +317,80 @@ def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = Fa
         trainer.push_to_hub(dataset_name=arguments.data.dataset_name)
     if first:
         print(f"{trainer.state.global_step} steps trained; model: {args.output_dir}")
-        if (page := Path(args.output_dir) / REPORT).exists():
-            print(open_line(page))
+        print(_about_page(args), _next_command(arguments, trainer.model), sep="\n", flush=True)
     trainer.accelerator.end_training()  # ends the process group too
+
+
+def _about_page(args: Any) -> str:
+    """The line that opens the page of the run's values, or why there is none."""
+    from alphatoken.support.storage import open_line
+    from alphatoken.train.records import REPORT
+
+    why = "no response token was valued"
+    if not args.export_values:
+        why = "export_values is off"
+    elif not args.needs_values:
+        why = f"policy '{args.policy}' weighs tokens without values"
+    elif (page := Path(args.output_dir) / REPORT).exists():
+        return open_line(page)
+    return f"no page of values: {why}"
+
+
+def _next_command(arguments: Any, model: Any) -> str:
+    """The command that one types after the run, and what for."""
+    out = arguments.training.output_dir
+    if score := _losses_command(arguments, model):
+        return f"next, to see which losses fell: {score}"
+    code = (
+        "from transformers import pipeline; "
+        f"print(pipeline('text-generation', {out!r})('Hello')[0]['generated_text'])"
+    )
+    return f"next, to try the model: {shlex.join([sys.executable, '-c', code])}"
+
+
+def _losses_command(arguments: Any, model: Any) -> str:
+    """`alphatoken score` of losses before the run less those after it, on rows of the run.
+
+    "" where it cannot read them: pairs, rows of the hub, tokens that only the run's tokenizer has.
+    """
+    from alphatoken.model.transformers import position_limit
+    from alphatoken.train.manifest import RESULTS
+
+    args, data = arguments.training, arguments.data
+    own_tokens = (getattr(args, name, None) for name in ("chat_template_path", "eos_token"))
+    revision = arguments.model.model_revision
+    if arguments.command == "dpo" or any(own_tokens) or revision not in (None, "main"):
+        return ""
+    shared = {one.name for one in fields(ScoreOptions)} & {one.name for one in fields(RowArguments)}
+    shared -= {"validation_file", "validation_rows", "fisher_file", "train_limit"}
+    limit = position_limit(model.config.get_text_config())
+    lengths = [length for length in (args.max_length, limit) if length is not None]
+    options = ScoreOptions(
+        **{name: getattr(data, name) for name in shared},
+        model_name_or_path=arguments.model.model_name_or_path,
+        trust_remote_code=args.trust_remote_code,
+        max_length=min(lengths, default=None),
+        output_dir=str(Path(args.output_dir) / RESULTS / "losses"),
+    )
+    for file in filter(None, (data.validation_file, data.train_file)):
+        options.train_file = file
+        if _is_read(options):
+            more = ["--reference", args.output_dir, "--output_dir", options.output_dir]
+            return f"alphatoken score {options.words} {shlex.join(more)}"
+    return ""
+
+
+def _is_read(options: ScoreOptions) -> bool:
+    """Whether `alphatoken score` reads the first row."""
+    from alphatoken.data.rows import row_of
+    from alphatoken.data.source import each_row, find_source
+
+    make = partial(row_of, fields=options.fields)
+    try:
+        next(each_row(find_source(options.train_file).read(0, 1), make))
+    except DataError:
+        return False
+    return True
 
 
 def _save(trainer: Any, folder: str) -> None:

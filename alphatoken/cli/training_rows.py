@@ -263,6 +263,7 @@ class RowReader:
         if self.columns and name == "training":
             self.entries[id(item)] = {column: str(record.get(column)) for column in self.columns}
         if (problem := self._problem(item)) is None:
+            survey.leave_out_turns(getattr(item, "left_turns", ()))
             return item
         if self.data.on_empty == "error":
             raise InputError(

@@ -106,6 +106,8 @@ class Example:
     """Notes on how the row was written, for the survey of its source."""
     weights: list[float] | None = None
     """Weight of each token by the row, where weights are read."""
+    left_turns: tuple[tuple[str, str], ...] = ()
+    """Turns of which nothing is learned though they may be meant to be: reason and place."""
 
     @property
     def response_tokens(self) -> int:
@@ -186,6 +188,7 @@ def encode_rows(
         example = _cut(whole, options.max_length)
         if example.response_tokens:
             examples.append(example)
+            counts.leave_out_turns(whole.left_turns)
             report.truncated_rows += example.tokens_cut > 0
             report.truncated_tokens += example.tokens_cut
             report.tokens += len(example.input_ids)
@@ -199,7 +202,7 @@ def encode_rows(
         report.add(EncodeReport(skipped_empty=1, skipped_cut=int(cut), first_skipped=first))
         counts.leave_out(reason, row.place)
     report.examples = len(examples)
-    if survey is None and report.notes:
+    if survey is None and (report.notes or counts.left_turns):
         counts.log()
     return examples, report
 
@@ -290,7 +293,21 @@ def encode_example(row: Row, tokenizer: Any, options: EncodeOptions | None = Non
         ways = [*filter(None, [error.remedy]), *further, _SKIP]
         raise DataError(error.what, got=error.got, why=error.why, remedy=_either(ways)) from None
     _require_embedded(ids, row, tokenizer, options)
-    return Example(row, ids, labels, notes=tuple(notes))
+    left = tuple(_left_turns(row, tokenizer, options))
+    return Example(row, ids, labels, notes=tuple(notes), left_turns=left)
+
+
+def _left_turns(row: Row, tokenizer: Any, options: EncodeOptions) -> Iterator[tuple[str, str]]:
+    """Answers without a label, and turns behind the last answer, which no label can see."""
+    answers = [i for i, turn in enumerate(row.turns) if turn.role == "assistant"]
+    last = answers[-1]
+    for index in answers if options.turns == "all" else [last]:
+        if not row.turns[index].learned:
+            yield "marked as not to be learned", f"{row.place}, turn {index + 1}"
+        elif not _says(row.turns[index], tokenizer):
+            yield "the answer is empty", f"{row.place}, turn {index + 1}"
+    for index in range(last + 1, len(row.turns)):
+        yield "no answer follows", f"{row.place}, turn {index + 1}"
 
 
 def _encode(row: Row, tokenizer: Any, options: EncodeOptions) -> Encoded:

@@ -158,6 +158,8 @@ line (line 2)
         """Columns, and fields of messages, that were not read."""
         self.left: Counter[str] = Counter()
         """Rows that were left out, by the reason."""
+        self.left_turns: Counter[str] = Counter()
+        """Turns that were left out of rows that were not, by the reason."""
         self.notes: Counter[str] = Counter()
         """Rows by what else there is to say of them."""
         self._places: dict[str, list[str]] = {}
@@ -175,9 +177,17 @@ line (line 2)
 
     def leave_out(self, reason: str, place: str = "", count: int = 1) -> None:
         """Count rows that are left out for a reason; the places of the first few are named."""
-        if not count:
-            return
-        self.left[reason] += count
+        if count:
+            self.left[reason] += count
+            self._name(reason, place)
+
+    def leave_out_turns(self, turns: Iterable[tuple[str, str]]) -> None:
+        """Count turns that are left out of a row, each with its reason and its place."""
+        for reason, place in turns:
+            self.left_turns[reason] += 1
+            self._name(reason, place)
+
+    def _name(self, reason: str, place: str) -> None:
         places = self._places.setdefault(reason, [])
         if place and len(places) < _PLACES:
             places.append(place)
@@ -188,12 +198,13 @@ line (line 2)
         Args:
             rows: what is counted, such as "of 8 training rows are left out".
         """
-        sentences = []
-        for reason, count in self.left.items():
+        return list(self._sentences(self.left, rows))
+
+    def _sentences(self, counts: Counter[str], what: str) -> Iterator[str]:
+        for reason, count in counts.items():
             places = self._places[reason]
             named = ", ".join([*places, *["..."] * (count > len(places))])
-            sentences.append(f"{count} {rows}: {reason}" + (f" ({named})" if places else ""))
-        return sentences
+            yield f"{count} {what}: {reason}" + (f" ({named})" if places else "")
 
     def __str__(self) -> str:
         """One line about the source."""
@@ -208,7 +219,8 @@ line (line 2)
             names = (name if name.strip() else "the unnamed column" for name in self.unread)
             parts.append(f"not read: {', '.join(names)}")
         parts += [f"in {count} of {self.rows} rows {note}" for note, count in self.notes.items()]
-        return f"{self.name}: {'; '.join([*parts, *self.left_out(), *self._about_files()])}"
+        parts += [*self._sentences(self.left_turns, "turns left out"), *self.left_out()]
+        return f"{self.name}: {'; '.join([*parts, *self._about_files()])}"
 
     def _about_files(self) -> Iterator[str]:
         """Files of a folder: those that are read, and those that are not, by reason."""
@@ -220,6 +232,6 @@ line (line 2)
 
     def log(self) -> None:
         """Log the line: as a warning where something was not read or is noted, else to inform."""
-        lost = self.unread or self.left or self.notes or self._unread_files
+        lost = self.unread or self.left or self.left_turns or self.notes or self._unread_files
         if self.forms or lost:
             _log.log(logging.WARNING if lost else logging.INFO, "%s", self)

@@ -111,6 +111,7 @@ def _report(out: Path, model: Path, rows: DemoRows) -> Path:
     from alphatoken.score import read_values, summarise, write_report
     from alphatoken.score.meaning import meaning_of
     from alphatoken.score.summary import mean_of
+    from alphatoken.support.storage import open_line
 
     scored = list(read_values(out / "verdict/data/values"))
     texts = partial(token_texts, AutoTokenizer.from_pretrained(model))
@@ -131,7 +132,7 @@ def _report(out: Path, model: Path, rows: DemoRows) -> Path:
     _say(f"\n{_table(places, rows)}\n\n{_shares(places, rows)}\n\n{_ends(scored, places, texts)}")
     verdict = Diagnosis.load(out / "verdict/data").conclusion
     _say(
-        f"\nverdict: {verdict}\npage: {page}\nto open it: {_opening(page)}\n"
+        f"\nverdict: {verdict}\npage: {page}\n{open_line(page)}\n"
         f"next, on your own rows: {_program()} diagnose data --model_name_or_path MODEL "
         "--train_file rows.jsonl --validation_file trusted.jsonl --output_dir verdict"
     )
@@ -211,14 +212,6 @@ def _ends(scored: Sequence[ScoredExample], places: Sequence[Standing], texts: An
 
 def _lines(spoiled: Mapping[int, str]) -> str:
     return ", ".join(f"line {row + 1} ({what})" for row, what in sorted(spoiled.items()))
-
-
-def _opening(page: Path) -> str:
-    """The line that opens the page, by what this machine has."""
-    for program in ("xdg-open", "open"):
-        if shutil.which(program):
-            return f"{program} {shlex.quote(str(page))}"
-    return f"{sys.executable} -m webbrowser {page.resolve().as_uri()}"
 
 
 def _program() -> str:

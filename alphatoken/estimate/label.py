@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alphatoken.config import FORMS
 from alphatoken.direction.algebra import Direction
@@ -161,10 +161,12 @@ class Label(Estimator[Direction]):
         if self.config.derivative == "forward_mode" or lost is not None:
             return ["forward_mode"]
         # Forward mode starts at the input of the first scored layer, where differences would run
-        # the model below it again; over all parameters it costs more than they do. A router sends
-        # some tokens elsewhere at moved weights, where losses jump.
+        # the model below it again; over all parameters it costs more than they do, which whoever
+        # computes in float64 pays for exactness. A router sends some tokens elsewhere at moved
+        # weights, where losses jump.
         ways = ["differences", "forward_mode"]
-        ways = ways if self.scored.first is None and not self._chooses else ways[::-1]
+        cheaper = self.scored.first is None and not self._chooses
+        ways = ways if cheaper and not _in_float64(self.adapter.model) else ways[::-1]
         lost_ways = self._disproved | self._refused
         return [way for way in ways if way not in lost_ways] or ways
 
@@ -361,6 +363,11 @@ def _weighted(derivative: DirectionalDerivative, recording: Recording) -> Direct
     if weights is None:
         return derivative
     return replace(derivative, values=derivative.values * weights.to(derivative.values))
+
+
+def _in_float64(model: nn.Module) -> bool:
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return dtypes == {torch.float64}
 
 
 def _lost(form: str, why: str, *, sharded: bool) -> UnsupportedError:

@@ -250,7 +250,7 @@ def encode_some(
     """
     survey = survey_of(rows)
     examples, report = encode_rows(rows, tokenizer, how, survey)
-    if survey.notes:
+    if survey.notes or survey.left_turns:
         survey.log()
     if not examples:
         raise DataError(

@@ -165,7 +165,9 @@ class ReadingOptions(ColumnOptions):
 class RunningOptions:
     """Options of the run itself."""
 
-    per_device_train_batch_size: int = option(8, "number of rows of one forward", at_least=1)
+    per_device_train_batch_size: int = option(
+        8, "number of rows of one forward, and of each step of a walk", at_least=1
+    )
     seed: int = option(0, "seed of all random draws")
     quiet: bool = option(False, "print no progress and no notes")
     traceback: bool = option(False, "show the whole traceback of an error")

@@ -167,7 +167,12 @@ def _value_trusted(job: Job, scorer: Scorer) -> None:
     path.parent.mkdir(exist_ok=True)
     rows = job.validation[:_MARKED]
     size = options.per_device_train_batch_size
-    write_values(path, score_rows(scorer, rows, size, ratio=options.ratio))
+    with Tracker("Valuing trusted rows", len(rows), not options.quiet) as tracker:
+
+        def report(share: float) -> None:
+            tracker.report(round(share * len(rows)))
+
+        write_values(path, score_rows(scorer, rows, size, ratio=options.ratio, report=report))
 
 
 def _remedy(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -303,7 +308,9 @@ def _score_batch(scorer: Scorer, examples: Sequence[Example], queries: int) -> l
         raise ModelError(
             "out of memory",
             got=str(error)[:200],
-            remedy="a smaller --per_device_train_batch_size or --max_length"
+            remedy="a smaller --per_device_train_batch_size"
+            + " (which takes another walk)" * walks
+            + " or --max_length"
             + "; or --value paper, which moves no weight" * walks,
         ) from None
     columns = {key: getattr(values, key) for key in COMPONENTS}

@@ -11,7 +11,9 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -207,5 +209,10 @@ def try_lock(path: Path) -> int | None:
 
 
 def open_line(page: Path) -> str:
-    """The command that opens a page in a browser; most terminals follow its address, too."""
-    return f"open: python -m webbrowser {page.resolve().as_uri()}"
+    """The command by which this machine opens a page in a browser."""
+    for program in ("xdg-open", "open"):
+        if shutil.which(program):
+            return f"open: {program} {shlex.quote(str(page))}"
+    # By its address, which most terminals follow too.
+    command = [sys.executable, "-m", "webbrowser", page.resolve().as_uri()]
+    return f"open: {shlex.join(command)}"

@@ -115,7 +115,9 @@ class RunCheckpoints(TrainerCallback):
         if (chosen := chosen_checkpoint(output_dir, wanted)) is not None:
             require_same_run(*chosen, self._facts, allow_changed)
             path, run = str(chosen[0]), chosen[1].run
-        note_run(output_dir, run, self._facts)
+        trainer = self._trainer
+        handed_over = trainer.policy_handed_over
+        note_run(output_dir, run, self._facts, trainer.token_policy, handed_over=handed_over)
         return path, run
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:

@@ -25,6 +25,7 @@ class TrainerInterface(_Base):
 
     Attributes:
         own_collator: collator that the caller chose, or None.
+        policy_handed_over: its policy came as an object or a class, not by a name in the options.
         records: ``RunRecords`` of the run.
         rows: ``RunRows`` of the run.
     """
@@ -40,6 +41,7 @@ class TrainerInterface(_Base):
     optimizer: Any
 
     own_collator: Any
+    policy_handed_over: bool
     # Any: the files of their types import this one.
     records: Any
     rows: Any

@@ -37,6 +37,7 @@ from alphatoken.support.resume import (
     tensor_digest,
 )
 from alphatoken.support.storage import flush, read_json, write_json
+from alphatoken.train.policy import TokenPolicy
 
 MANIFEST = "alphatoken.json"
 RUN = TRAINING_RUN
@@ -206,11 +207,42 @@ def chosen_checkpoint(output_dir: Path, wanted: str | bool | None) -> tuple[Path
     return latest
 
 
-def note_run(output_dir: Path, run: str, facts: Mapping[str, Any]) -> None:
-    """Leave in the folder which run it belongs to, its options and the libraries' versions."""
+def note_run(
+    output_dir: Path,
+    run: str,
+    facts: Mapping[str, Any],
+    policy: TokenPolicy | None,
+    *,
+    handed_over: bool,
+) -> None:
+    """Leave in the folder which run it belongs to, its options, policy and libraries' versions.
+
+    Args:
+        output_dir: of the run.
+        run: its name.
+        facts: as of a manifest.
+        policy: that it trains with; None where no token is weighed.
+        handed_over: the policy came as an object or a class, so that the options do not name it.
+    """
     output_dir.mkdir(parents=True, exist_ok=True)
-    parts = {name: facts[name] for name in ("options", "versions")}
+    options, record = facts["options"], None
+    if policy is not None:
+        record = {"name": policy.variant, **policy_record(policy)}
+        if handed_over:
+            own = {"policy": record["class"], "policy_options": record["options"]}
+            options = {**options, **own}
+    parts = {"options": options, "policy": record, "versions": facts["versions"]}
     write_json(output_dir / RUN, {"run": run, **parts, "results": RESULTS})
+
+
+def policy_record(policy: TokenPolicy) -> dict[str, Any]:
+    """Class as ``module:Class``, plain attributes and settings of a policy, as JSON values."""
+    kind = type(policy)
+    return {
+        "class": f"{kind.__module__}:{kind.__qualname__}",
+        "options": _plain(policy.arguments().get("own", {})),
+        "settings": asdict(policy.settings),
+    }
 
 
 def require_same_run(

@@ -154,8 +154,7 @@ class AlphaTrainerMixin(TrainerInterface):
         arguments = bind_arguments(type(self), list(own)[2:-1], args, kwargs)
         options = arguments["args"] = _own_config(arguments.get("args"), self.CONFIG)
         self._policy = chosen_policy(options, policy, options.FAMILY)
-        # Settings of a ratio that is named are options of the run, compared under their own names.
-        self._settings_are_options = policy is None and options.policy in TRAINER_POLICIES
+        self.policy_handed_over = policy is not None
         # Whatever is missing is said here, before a model is loaded and rows are read.
         datasets = {
             "validation": validation_dataset,
@@ -499,14 +498,14 @@ class AlphaTrainerMixin(TrainerInterface):
         """Rows of all kinds and the Fisher: a resumed run must have the same."""
         fisher = self.rows.fisher
         parts = ("reference", "fisher", "factors")
+        # Settings of a ratio that is named are options of the run, compared under their own names.
+        ratio = self.args.policy in TRAINER_POLICIES and not self.policy_handed_over
         return {
             "train_dataset": self.train_dataset,
             "validation_dataset": self.rows.validation,
             "retention_dataset": self.rows.retention,
             "fisher": None if fisher is None else {n: getattr(fisher, n) for n in parts},
-            "policy_arguments": None
-            if self._policy is None or self._settings_are_options
-            else self._policy.arguments(),
+            "policy_arguments": None if self._policy is None or ratio else self._policy.arguments(),
         }
 
     def run_facts(self) -> dict[str, Any]:

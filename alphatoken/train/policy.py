@@ -282,6 +282,24 @@ class TokenPolicy:
         """(b, t), higher = keep."""
         raise NotImplementedError
 
+    def _by_token(self, numbers: Any, batch: PolicyBatch, method: str) -> Tensor:
+        """What ``method`` gave, without a graph.
+
+        Raises:
+            ConfigError: it is no tensor of one number for each token.
+        """
+        shape, is_tensor = tuple(batch.mask.shape), isinstance(numbers, Tensor)
+        if is_tensor and numbers.shape == shape:
+            result: Tensor = numbers.detach()
+            return result
+        raise ConfigError(
+            f"{method} of policy '{self.name}' must give a number for each token of the batch",
+            got=f"shape {tuple(numbers.shape)}" if is_tensor else type(numbers).__name__,
+            why=f"the batch has {shape[0]} rows of {shape[1]} tokens, and index i of a row is "
+            "token i",
+            remedy="a tensor of the shape of batch.log_probs",
+        )
+
     def native_weights(self, batch: PolicyBatch) -> Tensor:
         """(b, t), by the published rule: the best ``native_ratio``, or the budget's."""
         if self.native_ratio is None:
@@ -294,8 +312,19 @@ class TokenPolicy:
         return self.best(batch, self.settings.keep_ratio)
 
     def best(self, batch: PolicyBatch, ratio: float) -> Tensor:
-        """(b, t), 1 for the share ``ratio`` with the highest scores, in scope and rounding."""
-        scores = self.scores(batch).detach()
+        """(b, t), 1 for the share ``ratio`` with the highest scores, in scope and rounding.
+
+        Raises:
+            ConfigError: scores of another shape. NumericalError: a score that is not finite.
+        """
+        scores = self._by_token(self.scores(batch), batch, "scores")
+        refuse_first(
+            ~torch.isfinite(scores) & batch.mask,
+            scores,
+            f"policy '{self.name}' gives a score that is not finite",
+            why="a NaN has no rank; which tokens are kept would be arbitrary",
+            remedy="look at its scores, and at the loss of that token",
+        )
         kept = torch.zeros_like(batch.mask)
         for rows in batch.rank_groups:
             # As it is where it is whole: the places in it are known.
@@ -335,13 +364,14 @@ class TokenPolicy:
         """(b, t), in the mode that was asked for; 0 off the response.
 
         Raises:
+            ConfigError: weights of another shape.
             NumericalError: a weight of a response token that is not finite, or negative where
                 weights are not ``signed``.
         """
-        native = self.settings.mode == "native"
-        weights = self.native_weights(batch) if native else self.budget_weights(batch)
+        method = "native_weights" if self.settings.mode == "native" else "budget_weights"
+        weights = self._by_token(getattr(self, method)(batch), batch, method)
         # ``where`` and not a product: what stands off the response may be NaN, and 0 NaN is NaN.
-        weights = torch.where(batch.mask, weights.detach(), torch.zeros_like(weights))
+        weights = torch.where(batch.mask, weights, torch.zeros_like(weights))
         allowed = torch.isfinite(weights)
         refuse_first(
             ~(allowed if self.signed else allowed & (weights >= 0)),

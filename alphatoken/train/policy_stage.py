@@ -24,7 +24,7 @@ from alphatoken.model.loading import text_tokenizer
 from alphatoken.support.storage import write_json
 from alphatoken.train.distributed import Ranks, cache_folder, layout, on_accelerator
 from alphatoken.train.interface import TrainerInterface
-from alphatoken.train.manifest import run_options
+from alphatoken.train.manifest import policy_record, run_options
 from alphatoken.train.policies.builtin import RATIO_POLICIES
 from alphatoken.train.policies.trained_weights import copied
 from alphatoken.train.policy import Columns, PolicyStage, TokenPolicy, has_pass
@@ -155,7 +155,7 @@ def _write_policy(args: Any, policy: TokenPolicy) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     record = {
         "policy": policy.variant,
-        "settings": dataclasses.asdict(policy.settings),
+        **policy_record(policy),
         "summary": dict(policy.summary),
     }
     write_json(folder / "policy.json", record)

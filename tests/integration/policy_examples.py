@@ -26,6 +26,33 @@ class Surprising(TokenPolicy):
         return -batch.log_probs
 
 
+class Middle(TokenPolicy):
+    """Likely tokens first, but none above a floor of its loss."""
+
+    name = "middle"
+    family = "both"
+
+    def __init__(self, settings: PolicySettings | None = None, *, floor: float = 0.5) -> None:
+        super().__init__(settings)
+        self.floor = floor
+
+    def scores(self, batch: PolicyBatch) -> Tensor:
+        return batch.log_probs.clamp(max=-self.floor)
+
+
+class Nameless(TokenPolicy):
+    """Forgets its name."""
+
+    def scores(self, batch: PolicyBatch) -> Tensor:
+        return batch.log_probs
+
+
+class Ruleless(TokenPolicy):
+    """Forgets its rule."""
+
+    name = "ruleless"
+
+
 class Valuable(TokenPolicy):
     """Valuable tokens first, of a forward whose attention it has, too."""
 

@@ -50,6 +50,30 @@ BAD = {
 }
 
 
+def test_each_turn_that_is_left_out_of_a_row_is_counted_and_named_once(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In what is valued and in what trains; a row of empty answers alone counts as a row."""
+    turns = [*chat("1+1=", ""), *chat("2+2=", " "), *chat("3+3=", "6."), *chat("4+4=", "8.")]
+    turns[-1]["train"] = False
+    rows = [[*turns, {"role": "user", "content": "5+5="}], chat("1+1=", "2."), chat("6+6=", "")]
+    rows += [chat(f"{n}-{n}=", "0.") for n in range(2, 52)]
+    file = jsonl(tmp_path / "rows.jsonl", [{"messages": row} for row in rows])
+    told = (
+        "2 turns left out: the answer is empty (rows.jsonl, line 1, turn 2, rows.jsonl, line 1, "
+        "turn 4); 1 turns left out: marked as not to be learned (rows.jsonl, line 1, turn 8); 1 "
+        "turns left out: no answer follows (rows.jsonl, line 1, turn 9); 1 rows left out: the "
+        "response is empty (rows.jsonl, line 3)"
+    )
+    own = ["--model_name_or_path", str(model), "--train_file", str(file), "--output_dir"]
+    score = ["score", *own, str(tmp_path / "a"), "--query", "2+2=4.", "--no_report"]
+    sft = ["sft", *own, str(tmp_path / "b"), "--use_cpu", "--bf16", "false", "--report_to", "none"]
+    for words in (score, [*sft, "--policy", "all", "--no_export_values", "--max_steps", "1"]):
+        assert main(words) == 0, capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert said.count(told) == said.count("turns left out: the answer is empty") == 1, said
+
+
 def files(folder: Path, bad: Any, *more: Any, pairs: bool = False) -> tuple[str, str]:
     """Ten good rows, a bad one in the fourth line and more at the end; and validation rows."""
     rows = [chat(f"{n}+{n}=", f"{2 * n}.") for n in range(10)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,9 +30,11 @@ from alphatoken.data import Turn, pair_of
 from alphatoken.data.stdlib import write_files
 from alphatoken.errors import ConfigError, DataError, InputError
 from alphatoken.score import read_values
+from alphatoken.support.storage import open_line
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 from alphatoken.train.manifest import RUN
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.records import REPORT
 from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration.small_world import exchanges, make_tokenizer, saved_model
 from tests.places import nightly
@@ -495,6 +498,19 @@ def test_a_run_in_this_process(model: Path, tmp_path: Path, in_process: Callable
     said = in_process(*words, "--resume")  # it starts where there is nothing to resume
     assert "2 steps trained; model:" in said.out
     assert "10 rows drawn for validation and not trained on" in said.err
+    opens, then = said.out.splitlines()[-2:]
+    assert opens == open_line(tmp_path / "out" / REPORT)
+    in_process(*shlex.split(then.removeprefix("next, to see which losses fell: alphatoken ")))
+    (losses_fell,) = (tmp_path / "out" / "_alphatoken" / "losses" / "values").iterdir()
+    first = next(read_values(losses_fell))
+    ids = torch.tensor([first.ids])
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(place)(ids).logits.log_softmax(-1)
+        for place in (model, tmp_path / "out")
+    )
+    fell = (after - before)[0, :-1].gather(1, ids[0, 1:, None])[:, 0].detach().numpy()
+    response = first.response[1:]
+    assert first.values["total"][1:][response] == pytest.approx(fell[response], abs=1e-5)
     assert differ(tmp_path / "out", model)
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
@@ -534,6 +550,23 @@ def test_a_run_in_this_process(model: Path, tmp_path: Path, in_process: Callable
     refused = in_process(*longer, status=2).err
     assert "--allow_changed max_steps on the command line" in " ".join(refused.split())
     assert "3 steps trained" in in_process(*longer, "--allow_changed", "max_steps").out
+
+
+def test_a_run_of_pairs_ends_with_the_line_that_tries_the_model(
+    model: Path, tmp_path: Path, in_process: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = jsonl(tmp_path / "pairs.jsonl", pairs(60))
+    said = in_process(
+        "dpo", "--model_name_or_path", model, "--train_file", file, "--output_dir", "it's out",
+        "--use_cpu", "--bf16", "false", "--report_to", "none", "--max_steps", "1", "--policy",
+        "all", "--no_export_values", "--save_strategy", "no",
+    )  # fmt: skip
+    page, then = said.out.splitlines()[-2:]
+    assert page == "no page of values: export_values is off"
+    *python, code = shlex.split(then.removeprefix("next, to try the model: "))
+    assert python == [sys.executable, "-c"]
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("Hello")
 
 
 def test_an_interruption_before_the_first_checkpoint_says_that_there_is_none(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from alphatoken.train.policy import PolicyBatch, PolicySettings
 from tests.integration import small_gpt, small_world, tower
 from tests.integration.tiny_scorer import model_of, printed_by
 from tests.integration.tiny_training import made, weights
+from tests.property import generate_docs
 from tests.property.strategies import make_batch
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +102,44 @@ def test_a_policy_trains_on_what_it_keeps(recipes: Path) -> None:
     for name, parameter in trainer.model.named_parameters():
         step_taken = before[name] - 0.1 * parameter.grad
         torch.testing.assert_close(after[name], step_taken, rtol=1e-5, atol=1e-7)
+
+
+def test_the_command_logs_what_the_policy_keeps(
+    recipes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the run's last step, and with rows that the page makes."""
+    from alphatoken.cli.arguments import read_arguments
+    from alphatoken.train import AlphaSFTConfig
+
+    surprising(recipes)
+    monkeypatch.chdir(recipes)
+    (block,) = re.findall(r"^```\n([^`]*my_policy:Surprising[^`]*)^```$", RECIPES, re.M)
+    rows, command = block.replace("\\\n", " ").splitlines()
+    options = read_arguments("sft", shlex.split(command)[2:], AlphaSFTConfig)
+    assert options.training.logging_steps <= options.training.max_steps
+    folder = shlex.split(rows, comments=True)[-1]
+    assert options.data.train_file == f"{folder}/train.jsonl"
+
+
+def test_the_recipe_of_a_method_names_what_is_there() -> None:
+    recipe = TEXT.partition("### A published policy")[2].partition("\n### ")[0]
+    paths = [name for name in re.findall(r"`([\w/.-]+)`", recipe) if "/" in name]
+    assert len(paths) == 6
+    assert [name for name in paths if not (ROOT / name).exists()] == []
+    (proves,) = re.findall(r"Proves: .*?\.(?=``)", recipe)
+    assert proves in (ROOT / "tests/lab/test_methods.py").read_text("utf-8")
+    assert "\nMETHODS = (\n" in (ROOT / "tests/lab/mutants_policies.py").read_text("utf-8")
+    assert f"{generate_docs.COMMAND} kills NAME" in recipe
+
+
+@pytest.mark.parametrize(
+    "name", ["alphatoken/diagnose/lengths.py", "tests/property/test_path_heads.py"]
+)
+def test_a_printed_file_keeps_the_rules_of_style(name: str) -> None:
+    words = [sys.executable, "-m", "ruff", "check", "--stdin-filename", name, "-"]
+    text = f"# {name}\n{printed(name)}"
+    run = subprocess.run(words, input=text, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 # --- an adapter ----------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from alphatoken.demo.models import SMOLLM2, fetch_model
 from alphatoken.demo.rows import demo_rows
 from alphatoken.score import ScoredExample, read_values
 from alphatoken.support.coloured import full_scale
+from alphatoken.support.storage import open_line
 from tests.both_programs import main
 from tests.integration import tiny_training as tiny
 from tests.places import nightly
@@ -168,9 +169,9 @@ def test_the_demo_says_where_spoiled_rows_stand_and_writes_the_page(
     assert "\x1b" not in told.out + told.err
     page = tmp_path / "report.html"
     ends = [line.split(":")[0] for line in lines[-4:]]
-    assert ends == ["verdict", "page", "to open it", "next, on your own rows"]
+    assert ends == ["verdict", "page", "open", "next, on your own rows"]
     assert lines[-3] == f"page: {page}"
-    assert page.name in lines[-2]
+    assert lines[-2] == open_line(page)
     assert opened == [page.resolve().as_uri()]
     assert page.is_file()
 

@@ -311,6 +311,34 @@ def test_another_policy_is_another_run(tmp_path: Path) -> None:
         sft(tmp_path, TALR(tau=2.0), **{**shared, "max_steps": 2}).train(True)
 
 
+HERE = "tests.integration.policy_examples"
+
+
+@pytest.mark.parametrize("make", [sft, dpo])
+@pytest.mark.parametrize("how", ["object", "class", "name"])
+def test_the_record_of_a_run_says_which_policy_ran(tmp_path: Path, make: Any, how: str) -> None:
+    """Class and options, however it was chosen, beside the facts that a resumed run compares."""
+    options = {"floor": 0.25} if how == "name" else None
+    chosen = {
+        "object": {"policy": examples.Middle(floor=0.25)},
+        "class": {"policy": examples.Middle},
+        "name": {"policy": f"{HERE}:Middle", "policy_options": options},
+    }[how]
+    trainer = make(tmp_path, **chosen, max_steps=1)
+    trainer.train()
+    record = json.loads((tmp_path / "alphatoken-run.json").read_text())
+    written = json.loads((tmp_path / "policy.json").read_text())
+    own = {"floor": 0.5 if how == "class" else 0.25}
+    expected = {"class": f"{HERE}:Middle", "options": own}
+    assert record["policy"].items() >= {"name": "middle", **expected}.items()
+    assert record["policy"]["settings"]["mode"] == "native"
+    assert written.items() >= {"policy": "middle", **expected}.items()
+    assert record["options"]["policy"] == expected["class"]
+    assert record["options"]["policy_options"] == expected["options"]
+    facts = trainer.run_facts()["options"]
+    assert (facts["policy"], facts["policy_options"]) == (trainer.args.policy, options)
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -324,7 +352,7 @@ class Twice(examples.FirstRows):
     chosen = (1, 1)
 
 
-class NoColumns(TokenPolicy):
+class NoColumns(examples.Surprising):
     name = "no-columns"
     needs = examples.Needs(columns=("missing",))
 
@@ -368,6 +396,15 @@ def streamed() -> IterableDataset:
         (lambda d: sft(d, examples.FirstRows, train_dataset=streamed()), "streamed"),
         (lambda d: sft(d, NoColumns), "left columns out"),
         (lambda d: sft(d, Validates), "validation dataset"),
+        (lambda d: sft(d, examples.Nameless), "examples:Nameless without one.*name = 'nameless'"),
+        (lambda d: sft(d, policy=f"{HERE}:Nameless"), "a policy has a name"),
+        (lambda d: sft(d, examples.Ruleless()), "'ruleless' has no rule.*scores.batch"),
+        (
+            lambda d: sft(d, examples.EvenIds, policy_mode="budget"),
+            "'even-ids' has no rule for policy_mode='budget'",
+        ),
+        (lambda d: sft(d, Tensor), "not a policy"),
+        (lambda d: sft(d, 3), "not a policy"),
         (lambda d: sft(d, examples.OwnDPO), "preference pairs"),
         (lambda d: dpo(d, examples.OwnDPO, precompute_ref_log_probs=True), "precompute"),
         (lambda d: dpo(d, examples.NoLoss).train(), "gave no loss"),

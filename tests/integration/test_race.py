@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from transformers import TrainerCallback
 from alphatoken.cli import main
 from alphatoken.errors import AlphaTokenWarning, ConfigError, DataError, InputError
 from alphatoken.race import RaceConfig, race, runner
+from alphatoken.race.page import PAGE
+from alphatoken.support.storage import open_line
 from alphatoken.train import AlphaSFTTrainer
 from alphatoken.train.policy import TokenPolicy
 from tests.forked import SERVER
@@ -433,6 +436,10 @@ def test_the_command_and_the_run_of_its_winner(
     assert "'half' wins: at step 4 of 5" in out
     assert "The arms that do not go on took 4 steps (80% of a whole run)" in out
     assert "5 steps trained" in out
+    page, then = out.splitlines()[-2:]
+    assert page == "no page of values: policy 'random' weighs tokens without values"
+    assert main(shlex.split(then.removeprefix("next, to see which losses fell: alphatoken "))) == 0
+    capsys.readouterr()
     arm = ["--policy", "random", "--keep_ratio", "0.5"]
     assert main(["sft", *words(place, "alone"), *arm]) == 0
     one, two = (load_file(place / name / "model.safetensors") for name in ("raced", "alone"))
@@ -489,15 +496,16 @@ def test_the_command_on_a_fisher_of_one_arm(
 def test_the_command_stops_and_goes_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = words(place, "stopped", "--looks", "2")
     assert main(["race", *own, "--stop_after_looks"]) == 0
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert "8 of 16 validation rows are set aside to choose by, and 8 are left for the arms" in err
-    assert "to go on: alphatoken race" in err
+    opens, then = out.splitlines()[-2:]
+    assert opens == open_line(place / "stopped" / PAGE)
     page = (place / "stopped" / "race.html").read_text("utf-8")
     assert page.index("What a race does not say") < page.index('class="command">alphatoken race')
     assert not (place / "stopped" / "model.safetensors").exists()
     assert main(["race", *own]) == 2
     assert "is not empty" in capsys.readouterr().err
-    assert main(["race", *own, "--resume"]) == 0
+    assert main(shlex.split(then.removeprefix("next: alphatoken "))) == 0
     assert (place / "stopped" / "model.safetensors").exists()
     assert main(["race", *own, "--overwrite_output", "--stop_after_looks"]) == 0
     assert not list((place / "stopped").glob("checkpoint-*"))

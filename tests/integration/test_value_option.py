@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
-from urllib.request import url2pathname
 
 import numpy as np
 import pytest
@@ -16,8 +15,11 @@ import pytest
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.diagnose_options import read_request
+from alphatoken.config import ValueOptions
 from alphatoken.errors import ConfigError
+from alphatoken.presets import written_options
 from alphatoken.score.job import require_trained_layers
+from alphatoken.support.storage import open_line
 from alphatoken.train.dpo import AlphaDPOConfig
 from alphatoken.train.sft import AlphaSFTConfig
 from tests.integration.small_world import World, flags
@@ -245,6 +247,29 @@ def test_the_help_is_short_and_all_of_it_is_behind_a_flag(
         assert not name or name in options, line
 
 
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("score", "walk"), ("race", "walk"), ("diagnose data", "walk"), ("sft", "paper"),
+        ("dpo", "paper"), ("diagnose utility", "paper"), ("score --value exact", "exact"),
+        ("race --value=paper", "paper"), ("score --estimator path", None),
+    ],
+)  # fmt: skip
+def test_the_help_says_the_defaults_that_are_in_force(
+    words: str, value: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of options that the preset in force sets, its own; of the others the field's."""
+    entries = "\n".join(help_of(capsys, *words.split(), "--help_all")).split("\n  --")
+    texts = {one.split()[0]: " ".join(one.partition("\n\n")[0].split()) for one in entries}
+    preset = written_options(value, {}) if value else {}
+    for name, default in ((one.name, one.default) for one in fields(ValueOptions)):
+        # Of one that is None its help says which number that is.
+        shown = "" if default is None else f"(default {default})"
+        if preset.get(name) is not None:
+            shown = f"(of --value {value}: {preset[name]})"
+        assert texts[name].endswith(shown), texts[name]
+
+
 @pytest.mark.parametrize("command", ["show", "fisher"])
 def test_a_help_that_is_whole_is_had_by_either_flag(
     capsys: pytest.CaptureFixture[str], command: str
@@ -268,8 +293,7 @@ def test_a_result_ends_with_what_opens_it_and_the_next_command(
     words |= {"validation": world / "validation.jsonl", "out": tmp_path / "out"}
     assert main(["score", *flags(words)]) == 0
     *_, opens, then = capsys.readouterr().out.splitlines()
-    page = opens.removeprefix("open: python -m webbrowser ")
-    assert Path(url2pathname(urlparse(page).path)) == tmp_path / "out" / "report.html"
+    assert opens == open_line(tmp_path / "out" / "report.html")
     command = shlex.split(then.removeprefix("next: alphatoken "))
     assert command[:2] == ["diagnose", "data"]
     options, _ = read_request(*command[1:])

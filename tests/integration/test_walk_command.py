@@ -11,6 +11,7 @@ import pytest
 from alphatoken.cli import main
 from alphatoken.presets import WALK_RATE
 from alphatoken.score import read_values
+from alphatoken.support import progress
 from tests.integration import tiny_training as tiny
 
 
@@ -45,14 +46,19 @@ def test_a_walk_of_the_models_own_and_its_options(
 
 
 def test_the_page_marks_the_rows_that_the_walk_was_taken_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their values are kept beside those of the others, so that a page is written again alike."""
     models = tiny.saved(tmp_path / "models", 24)
-    words = ["score", "--train_file", str(models / "rows.jsonl"), "--quiet", "--walk_steps", "2"]
+    words = ["score", "--train_file", str(models / "rows.jsonl"), "--walk_steps", "2"]
     words += ["--model_name_or_path", str(models / "model"), "--validation_rows", "8"]
     words += ["--estimator", "walk", "--output_dir", str(tmp_path / "out"), "--max_length", "20"]
+    monkeypatch.setattr(progress, "_FIRST", 0.0)  # what is shown within the first second
     assert main(words) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "trusted rows" in line]
+    assert [line.split(" (")[0] for line in told] == [
+        "Valuing trusted rows: 0/8", "Valuing trusted rows: 8/8"
+    ]  # fmt: skip
     settings = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]
     assert settings["walk_learning_rate"] == WALK_RATE, "the default in force, and not null"
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
@@ -67,6 +73,7 @@ def test_the_page_marks_the_rows_that_the_walk_was_taken_on(
     assert 'id="selection"' not in page
     monkeypatch.setattr("alphatoken.estimate.walk.walk", None)  # no walk is taken again
     assert main([*words, "--resume", "--keep_ratio", "0.5"]) == 0
+    assert "trusted rows" not in capsys.readouterr().err
     again = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert again.count('<i style="left') == 8
     assert 'id="selection"' in again, "it was asked for"

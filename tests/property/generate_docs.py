@@ -10,7 +10,8 @@ The kind is of the quantity, not of the check, which is always to rounding: ``ex
 (its mean is exact); ``approximate`` (the method's own approximation, computed as it is defined).
 
 What mutants did when they were last hunted stands in docs/kill-matrix.json, which
-``python -m tests.property.generate_docs kills`` writes (minutes).
+``python -m tests.property.generate_docs kills`` writes (minutes); ``kills NAME...`` hunts these
+mutants alone, and keeps the lines of the others.
 """
 
 from __future__ import annotations
@@ -271,14 +272,11 @@ def _kill_row(mutant: Mutant, entry: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def hunted() -> dict[str, Any]:
-    """Hunt every mutant, in as many processes as there are cores. Raises if one survives."""
+def hunted(names: Sequence[str]) -> dict[str, Any]:
+    """Hunt these mutants, in as many processes as there are cores. Raises if one survives."""
     import torch
 
-    from tests.property.catalogue import MUTANTS
-
     torch.set_num_threads(1)  # one a process; with more they wait for each other, six times as long
-    names = [mutant.name for mutant in MUTANTS]
     matrix: dict[str, Any] = {}
     surviving: list[str] = []
     begun = time.monotonic()
@@ -296,9 +294,19 @@ def hunted() -> dict[str, Any]:
     return matrix
 
 
-def write_kills(matrix: Mapping[str, Any]) -> None:
-    """A line a mutant, so that changes can be read."""
-    lines = [f" {json.dumps(name)}: {json.dumps(kills)}" for name, kills in matrix.items()]
+def write_kills(names: Sequence[str] = ()) -> None:
+    """Hunt these mutants, or all; write a line a mutant, in the tables' order.
+
+    Names that are mutants no more leave the file.
+    """
+    from tests.property.catalogue import BY_NAME
+
+    matrix = json.loads(KILLS.read_text(encoding="utf-8")) if names else {}
+    if unknown := set(names) - {*BY_NAME, *matrix}:
+        raise SystemExit(f"no mutants: {', '.join(sorted(unknown))}")
+    matrix |= hunted([name for name in names or BY_NAME if name in BY_NAME])
+    rows = [(name, matrix[name]) for name in BY_NAME if name in matrix]
+    lines = [f" {json.dumps(name)}: {json.dumps(kills)}" for name, kills in rows]
     KILLS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
@@ -321,11 +329,11 @@ def _words(source: str) -> str:
 
 
 def main(words: list[str]) -> None:
-    """Write the page; or, with the word ``kills``, hunt all mutants for them (minutes)."""
-    if words == ["kills"]:
-        write_kills(hunted())
+    """Write the page; or, with the word ``kills``, hunt the mutants named, or all (minutes)."""
+    if words[:1] == ["kills"]:
+        write_kills(words[1:])
     elif words:
-        raise SystemExit(f"{COMMAND} [kills]")
+        raise SystemExit(f"{COMMAND} [kills [NAME...]]")
     else:
         PAGE.write_text(page(), encoding="utf-8")
 

@@ -43,6 +43,9 @@ HARDLY = claim(
 )
 JUMPS = claim(moved.test_one_small_jump_among_many_tokens_is_seen, examples=1)
 ROUTED = claim(moved.test_auto_takes_forward_mode_through_a_mixture_of_experts, examples=1)
+FLOAT64 = claim(
+    moved.test_auto_in_float64_is_exact_over_all_parameters, setup=Setup(moved.TIED), examples=1
+)
 CHANCE = claim(moved.test_few_tokens_may_agree_by_chance, examples=1)
 LOOKED = claim(moved.test_more_curved_rows_are_seen_in_the_stated_error, examples=1)
 BASE = claim(moved.test_an_observed_forward_with_dropout_is_no_base, examples=1)
@@ -181,6 +184,9 @@ VALUES_BY_DIFFERENCES = (
         "a mixture of experts is valued by moving its weights",
         ("estimate.label.Label._ways",
          "self.scored.first is None and not self._chooses", "self.scored.first is None")),
+    row("differences-in-float64", FLOAT64,
+        "values of a float64 model have the error of differences",
+        ("estimate.label.Label._ways", "not _in_float64(self.adapter.model)", "True")),
     row("error-by-chance-agreement", STATED,
         "values at h are compared with themselves, which leaves rounding alone",
         ("estimate.differences._Quotients.spread",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
 from alphatoken.errors import NumericalError, UnsupportedError
-from alphatoken.estimate import differences, temporary_weights
+from alphatoken.estimate import differences, label, temporary_weights
 from alphatoken.estimate.differences import Differences, DirectionalDerivative, precision_obstacle
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.estimate.label import Label
@@ -46,6 +46,8 @@ from tests.property.test_sharded import FlatSharding
 from tests.property.tolerance import close
 
 FORMS = ("central", "one_sided")
+as_in_float32 = mock.patch.object(label, "_in_float64", mock.Mock(return_value=False))
+"""Inside, "auto" chooses as in float32, and is held to what float64 can show."""
 
 
 def config(derivative: str = "auto", **options: Any) -> ScorerConfig:
@@ -345,6 +347,7 @@ def llama(**options: Any) -> Any:
     return model.eval()
 
 
+@as_in_float32
 def test_the_observed_forward_is_one_side_of_the_difference() -> None:
     """One forward beside it and no more, once the step and the base were looked at."""
     setup = Setup(ONE)
@@ -374,6 +377,7 @@ def counted(model: nn.Module) -> Iterator[list[int]]:
         yield calls
 
 
+@as_in_float32
 def test_an_observed_forward_with_dropout_is_no_base() -> None:
     """Proves: an observed forward with dropout is no base (exact), against forward mode."""
     model, batch = llama(attention_dropout=0.3).double(), rows_of(1, 3, 24)
@@ -387,6 +391,7 @@ def test_an_observed_forward_with_dropout_is_no_base() -> None:
         assert off(values.total, exact) < 5e-3  # Llama's norms are in float32
 
 
+@as_in_float32
 def test_an_observed_forward_of_coarser_losses_is_no_base() -> None:
     """Losses rounded in a way that ours are not would be multiplied by 1 / h."""
     model = ONE.model()
@@ -406,6 +411,7 @@ def test_an_observed_forward_of_coarser_losses_is_no_base() -> None:
     assert values.derivative == "one_sided"
 
 
+@as_in_float32
 def test_an_observed_forward_whose_scores_were_cast_is_no_base() -> None:
     """Losses of a float64 model, rounded to float32 by the loop, would be divided by h.
 
@@ -636,6 +642,7 @@ def test_a_refreshed_scorer_is_a_new_one() -> None:
     assert torch.equal(scorer.score(ONE.batch).total, fresh.score(ONE.batch).total)
 
 
+@as_in_float32
 def test_a_refreshed_scorer_forgets_what_a_batch_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = Scorer(ONE.model(), ONE.validation, config=config())
     assert scorer.score(ONE.batch).derivative == "central"
@@ -765,21 +772,39 @@ def test_a_tied_weight_moves_once() -> None:
 
 
 def test_auto_takes_differences_over_all_parameters_and_forward_mode_on_top() -> None:
-    model = CASE.model()
-    ways = {
-        options.get("parameters", "linears"): Scorer(
-            model, CASE.validation, config=ScorerConfig("label", **{"layers": 1, **options})
-        )
-        .score(CASE.batch)
-        .derivative
-        for options in (
-            {},
-            {"parameters": "all", "layers": "all"},
-            {"parameters": "linears,*norm*"},
-        )
-    }
-    assert ways == {"linears": "forward_mode", "all": "central", "linears,*norm*": "central"}
-    assert Scorer(model, CASE.validation).score(CASE.batch).derivative is None
+    """In float32; whoever computes in float64 has forward mode everywhere."""
+    options: tuple[dict[str, Any], ...] = (
+        {"layers": 1}, {"parameters": "all", "layers": "all"}, {"parameters": "linears,*norm*"}
+    )  # fmt: skip
+    batch = rows_of(1)
+
+    def ways(model: Any) -> list[str | None]:
+        scorers = (Scorer(model, [batch], config=ScorerConfig("label", **one)) for one in options)
+        return [scorer.score(batch).derivative for scorer in scorers]
+
+    assert ways(llama()) == ["forward_mode", "central", "central"]
+    assert ways(llama().double()) == ["forward_mode"] * 3
+    mixed = llama().double()
+    mixed.model.layers[0].float().requires_grad_(False)
+    assert not label._in_float64(mixed)
+    assert Scorer(llama(), [batch]).score(batch).derivative is None
+
+
+@given(setups())
+@example(Setup(SHARED))
+@example(Setup(TIED))
+@budget(0.15, least=2)
+def test_auto_in_float64_is_exact_over_all_parameters(setup: Setup) -> None:
+    """To forward mode's error, without a stated one of differences.
+
+    Proves: eq. grad_alignment (exact), against ``label_values``, ``validation_gradient``,
+    ``per_token_gradients``, ``response_tokens``.
+    """
+    model = setup.case.model()
+    expected, scale = wanted(model, setup)
+    values = Scorer(model, setup.case.validation, config=config()).score(setup.case.batch)
+    assert (values.derivative, values.error) == ("forward_mode", 0.0)
+    close(values.total, expected, scale, 1e-10, name="auto in float64")
 
 
 def grouped(seed: int) -> tuple[Any, dict[str, Tensor]]:
@@ -885,6 +910,7 @@ def test_one_small_jump_among_many_tokens_is_seen() -> None:
     assert "not exact enough on this batch" in str(error)
 
 
+@as_in_float32
 def test_auto_takes_forward_mode_through_a_mixture_of_experts() -> None:
     """Moved weights send some tokens to other experts, and their losses jump.
 
@@ -963,10 +989,16 @@ def with_hook(function: Callable[[Tensor], Tensor]) -> ReferenceDecoder:
 
 
 def test_a_kernel_without_forward_mode_has_its_values() -> None:
-    """By differences; on the last layers, where forward mode comes first, with a warning."""
+    """By differences; with one warning where forward mode comes first, as in float64."""
     model = with_hook(Unknown.apply)
     expected, scale = wanted(model, Setup(ONE))
-    values = Scorer(model, ONE.validation, config=config()).score(ONE.batch)
+    with as_in_float32:
+        Scorer(model, ONE.validation, config=config()).score(ONE.batch)
+    scorer = Scorer(model, ONE.validation, config=config())
+    with pytest.warns(AlphaTokenWarning, match="taken by finite differences") as warned:
+        values = scorer.score(ONE.batch)
+    assert len(warned) == 1
+    assert torch.equal(scorer.score(ONE.batch).total, values.total)
     close(values.total, expected, scale, 1e-7, name="no forward mode")
     scorer = Scorer(model, ONE.validation, config=ScorerConfig("label", layers=1))
     with pytest.warns(AlphaTokenWarning, match="taken by finite differences"):
@@ -1022,6 +1054,7 @@ def straight_through(x: Tensor) -> Tensor:
     return x + ((4 * x).round() / 4 - x).detach()
 
 
+@as_in_float32
 def test_differences_through_a_detached_part_fall_back() -> None:
     """What trains is what the backward says; forward mode sees it, differences do not."""
     model = with_hook(straight_through)

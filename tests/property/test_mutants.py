@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from types import FunctionType
 
@@ -33,13 +34,17 @@ arithmetic inside; ties all kept; ceil in floating point; threshold over padding
 OF_METHODS = {mutant.name for room in OF_LAB.values() for mutant in room}
 SOON = {mutant.name for mutant in LISTED} | {room[0].name for room in ROOMS.values()}
 """What was demanded, and one of each room, since rooms differ in what they break."""
+_OF_TRAININGS = "cft reference validation_first validation_mix"
+TRAINED = {f"test_policies_{name}.py" for name in _OF_TRAININGS.split()}
+"""Files whose properties train, for seconds each."""
 
 
 def late(name: str) -> list[pytest.MarkDecorator]:
-    """A hunt runs whole properties; those of the other methods run trainings."""
-    if name in OF_METHODS:
+    """A hunt runs whole properties; those of the other methods are by hand, or run trainings."""
+    files = {one.name.partition("::")[0] for one in BY_NAME[name].claims}
+    if name in OF_METHODS and files & TRAINED:
         return [pytest.mark.slow, nightly]
-    return [] if name in SOON else [pytest.mark.slow]
+    return [] if name in SOON or files == {"test_methods.py"} else [pytest.mark.slow]
 
 
 EVERY = [pytest.param(name, marks=late(name)) for name in BY_NAME]
@@ -183,10 +188,35 @@ def test_the_kill_matrix_lists_exactly_the_mutants() -> None:
     """Each beside the properties that have to kill it, on the page too."""
     matrix = json.loads(generate_docs.KILLS.read_text(encoding="utf-8"))
     claims = {mutant.name: [one.name for one in mutant.claims] for mutant in MUTANTS}
-    assert {n: [name for name, _ in kills["killed_by"]] for n, kills in matrix.items()} == claims
+    recorded = {n: [name for name, _ in kills["killed_by"]] for n, kills in matrix.items()}
+    stale = [n for n in {**claims, **recorded} if recorded.get(n) != claims.get(n)]
+    assert not stale, f"{generate_docs.KILLS.name}: {generate_docs.COMMAND} kills {' '.join(stale)}"
     page = generate_docs.page().partition("\n## Mutants\n")[2]
     rows = re.findall(r"^\| `([\w-]+)` \| .*::.* \| [^|]+ \|$", page, re.MULTILINE)
     assert rows == [mutant.name for mutant in MUTANTS]
+
+
+def test_named_mutants_are_hunted_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one gets its line at its place, one that is gone loses it, others keep theirs."""
+    whole = generate_docs.KILLS.read_text(encoding="utf-8")
+    lines = [line for line in whole.splitlines() if '"ceil-in-floating-point"' not in line]
+    file = tmp_path / "kill-matrix.json"
+    file.write_text("\n".join([lines[0], ' "gone": {"killed_by": []},', *lines[1:]]), "utf-8")
+    monkeypatch.setattr(generate_docs, "KILLS", file)
+    with pytest.raises(AssertionError) as stale:
+        test_the_kill_matrix_lists_exactly_the_mutants()
+    command = str(stale.value).partition(generate_docs.COMMAND)[2].partition("\n")[0].split()
+    assert command == ["kills", "ceil-in-floating-point", "gone"]
+    generate_docs.main(command)
+    assert file.read_text(encoding="utf-8") == whole
+    with pytest.raises(SystemExit, match="no mutants: gone"):
+        generate_docs.main(["kills", "gone"])
+
+
+def test_mutants_of_methods_by_hand_die_in_the_fast_tests() -> None:
+    """One that is written as CONTRIBUTING says; those that train wait for the nightly profile."""
+    assert late("talr-without-its-floor") == []
+    assert nightly in late("a-reference-of-other-options")
 
 
 def test_what_a_mutant_is_killed_by_says_what_it_proves() -> None:

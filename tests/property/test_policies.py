@@ -123,10 +123,43 @@ def test_weights_must_be_weights(bad: float) -> None:
         Bad().weights(batch([[1.0]]))
 
 
+@pytest.mark.parametrize("method", ["scores", "native_weights", "budget_weights"])
+def test_what_is_no_number_for_each_token_is_refused_by_name(method: str) -> None:
+    """Of another shape, or no tensor at all."""
+    of = batch([[1.0, 2.0]])
+    for result, got in ((of.log_probs[0], "shape (4,)"), ([0.5], "list"), (None, "NoneType")):
+        own = {"name": "bad", method: lambda self, batch, result=result: result}
+        settings = BUDGET if method == "budget_weights" else None
+        with pytest.raises(ConfigError) as refused:
+            type("Bad", (TokenPolicy,), own)(settings).weights(of)
+        assert f"{method} of policy 'bad' must give a number for each token" in str(refused.value)
+        assert got in str(refused.value)
+        assert "1 rows of 4 tokens" in str(refused.value)
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence"])
+def test_a_score_must_be_finite(scope: str) -> None:
+    """The error names policy, row and token; what stands off the response is not looked at."""
+
+    class Bad(Surprising):
+        name = "bad"
+
+        def scores(self, batch: PolicyBatch) -> Tensor:
+            bad = (batch.log_probs == -3.0) | ~batch.mask
+            return batch.log_probs.masked_fill(bad, math.nan)
+
+    Bad.scope = scope
+    Bad().weights(batch([[1.0, 2.0]]))
+    with pytest.raises(NumericalError, match=r"policy 'bad' gives a score.*row 1, token 3"):
+        Bad().weights(batch([[1.0, 2.0], [2.0, 3.0]]))
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [
         (lambda: policy("standrad"), "did you mean standard"),
+        (lambda: policy("my_policy.Surprising"), r"did you mean 'my_policy:Surprising'\?\nDoc"),
+        (lambda: policy(Tensor), "not a policy"),
         (lambda: policy("standard", threshold=1), "does not take"),
         (lambda: policy("os:path"), "not a policy"),
         (lambda: policy("nowhere.at_all:Thing"), "cannot be imported"),

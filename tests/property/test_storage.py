@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alphatoken.errors import DataError, FisherError
-from alphatoken.support.storage import read_tensors, replacing, replacing_folder, write_tensors
+from alphatoken.support.storage import (
+    open_line,
+    read_tensors,
+    replacing,
+    replacing_folder,
+    write_tensors,
+)
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool,
@@ -209,3 +218,16 @@ def test_links_are_followed_and_permissions_are_the_usual_ones(tmp_path: Path) -
     write_tensors(link, {"a": torch.zeros(1)}, {})
     assert link.is_symlink()
     assert target.stat().st_mode == plain.stat().st_mode
+
+
+def test_a_page_is_opened_by_what_the_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "a page.html"
+    for programs, command in (
+        (("xdg-open", "open"), ["xdg-open", str(page)]),
+        (("open",), ["open", str(page)]),
+        ((), [sys.executable, "-m", "webbrowser", f"{tmp_path.as_uri()}/a%20page.html"]),
+    ):
+        monkeypatch.setattr(shutil, "which", lambda name, there=programs: name in there)
+        assert shlex.split(open_line(page).removeprefix("open: ")) == command

@@ -109,16 +109,7 @@ def find_policy(name: str) -> type[TokenPolicy]:
         return _OWN[name]
     target = name if ":" in name else _named_on(tuple(sys.path)).get(name)
     if target is None:
-        names = tuple(dict.fromkeys((*TRAINER_POLICIES, *STANDS_FOR, *policy_names())))
-        close = difflib.get_close_matches(name, names, n=1)
-        raise ConfigError(
-            "there is no such policy",
-            got=repr(name),
-            why="published methods are in the package alphatoken-lab",
-            remedy=(f"did you mean {close[0]}? " if close else "")
-            + f"known: {', '.join(names)}; or module:Class; "
-            "`pip install ./lab` in a clone brings the methods that people compare with",
-        )
+        raise _no_such_policy(name)
     module, _, attribute = target.partition(":")
     try:
         policy_class = getattr(import_module(module), attribute)
@@ -129,11 +120,35 @@ def find_policy(name: str) -> type[TokenPolicy]:
             remedy="module:Class of a file module.py in the folder where the command is called, or "
             "of an installed module; in Python the class itself",
         ) from problem
-    if not (isinstance(policy_class, type) and issubclass(policy_class, TokenPolicy)):
+    return _require_class(policy_class, target)
+
+
+def _no_such_policy(name: str) -> ConfigError:
+    what, got = "there is no such policy", repr(name)
+    module, _, attribute = name.rpartition(".")
+    if module:
+        remedy = f"did you mean '{module}:{attribute}'?"
+        return ConfigError(what, got=got, why="a class is named after a colon", remedy=remedy)
+    names = tuple(dict.fromkeys((*TRAINER_POLICIES, *STANDS_FOR, *policy_names())))
+    close = difflib.get_close_matches(name, names, n=1)
+    return ConfigError(
+        what,
+        got=got,
+        why="published methods are in the package alphatoken-lab",
+        remedy=(f"did you mean {close[0]}? " if close else "")
+        + f"known: {', '.join(names)}; or module:Class; "
+        "`pip install ./lab` in a clone brings the methods that people compare with",
+    )
+
+
+def _require_class(kind: Any, called: str) -> type[TokenPolicy]:
+    if not (isinstance(kind, type) and issubclass(kind, TokenPolicy)):
         raise ConfigError(
-            "the object is not a policy", got=target, remedy="a subclass of alphatoken.train.policy"
+            "the object is not a policy",
+            got=called,
+            remedy="a subclass of alphatoken.train.policy.TokenPolicy, or an object of one",
         )
-    return policy_class
+    return kind
 
 
 def policy(
@@ -149,7 +164,7 @@ def policy(
     Raises:
         ConfigError: no such policy, or arguments that it does not take.
     """
-    kind = find_policy(name) if isinstance(name, str) else name
+    kind = find_policy(name) if isinstance(name, str) else _require_class(name, repr(name))
     try:
         return kind(settings, **options)
     except TypeError as problem:
@@ -293,7 +308,34 @@ def _refuse_divisor(chosen: TokenPolicy, divisor: str) -> None:
     )
 
 
+def _refuse_unfinished(chosen: TokenPolicy) -> None:
+    """Refuse a policy without a name, or without a method that its mode goes by."""
+    kind = type(chosen)
+    if not getattr(chosen, "name", None):
+        raise ConfigError(
+            "a policy has a name",
+            got=f"{kind.__module__}:{kind.__qualname__} without one",
+            why="logs, records and messages call it by that",
+            remedy=f"name = '{kind.__name__.lower()}' in the class",
+        )
+    native = chosen.settings.mode == "native"
+    methods = ["scores", "best", "weights"]
+    methods += ["native_weights"] if native else []
+    methods += ["budget_weights"] if not native or chosen.native_ratio is None else []
+    if any(getattr(kind, method) is not getattr(TokenPolicy, method) for method in methods):
+        return
+    raise ConfigError(
+        f"policy '{chosen.name}' has no rule for policy_mode='{chosen.settings.mode}'",
+        got=f"a class {kind.__qualname__} without scores"
+        + (" and native_weights" if native else ""),
+        why="nothing says which tokens to keep",
+        remedy="a method scores(batch), of which the best keep_ratio is kept, or "
+        "native_weights(batch) for a rule without a budget (policy_mode='native')",
+    )
+
+
 def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
+    _refuse_unfinished(chosen)
     if chosen.family not in (family, "both"):
         place = {"sft": "supervised fine-tuning", "preference": "preference pairs"}
         raise ConfigError(

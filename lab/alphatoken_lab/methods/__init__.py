@@ -11,6 +11,6 @@
 - After training: ``merge`` (WiSE-FT: weights between start and end).
 
 Trainers find them by the entry points in ``lab/pyproject.toml``. **Formulas and sources**: each
-class's docstring, and docs/policies.md. **Oracle**: values computed by hand in
-``tests/property/test_policies_*.py`` and ``tests/integration``.
+class's docstring, and docs/policies.md. **Oracle**: values computed by hand in ``tests/lab``; whole
+runs in ``tests/integration/test_policy_trainers.py``.
 """
