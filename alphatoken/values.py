@@ -389,6 +389,7 @@ class Certificate:
             three times as much is allowed beside the tolerance.
         rounding: of a walk, in nats: by how much the values of a copy differ at most whose weights
             are off by four roundings in each step's forward; ten times as much is allowed.
+        remedy: what to look at where something is off; empty unless the adapter is the user's own.
     """
 
     estimator: str
@@ -402,6 +403,7 @@ class Certificate:
     derivative: str | None = None
     stated_error: float = 0.0
     rounding: float = 0.0
+    remedy: str = ""
 
     @property
     def passed(self) -> bool:
@@ -454,6 +456,7 @@ class Certificate:
             )
         else:
             lines += [f"  {check}" for check in self.failures]
+            lines += [f"  {self.remedy}"] if self.remedy else []
             names = ", ".join(check.component for check in self.failures)
             lines.append(f"  DOES NOT AGREE with {oracle}: {names} does not agree")
         return "\n".join(lines)

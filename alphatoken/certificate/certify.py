@@ -34,6 +34,7 @@ from alphatoken.estimate.estimator import Estimator
 from alphatoken.estimate.forward_mode import label_values
 from alphatoken.model.batch import to_token_index
 from alphatoken.model.forward import evaluation_mode
+from alphatoken.model.protocol import adapter_remedy
 from alphatoken.oracle.composite import read_drift
 from alphatoken.scorer import Scorer
 from alphatoken.support.progress import ProgressSink, Tracker
@@ -109,6 +110,7 @@ def certify(
         derivative=by_way["score"].derivative,
         stated_error=stated,
         rounding=expected.rounding,
+        remedy=adapter_remedy(expected.adapter),
     )
 
 

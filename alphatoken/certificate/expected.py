@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from alphatoken.direction.inputs import ScorerArguments
 from alphatoken.model.forward import evaluation_mode, kept_frequencies
-from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter
+from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter, is_users_own
 from alphatoken.oracle import composite, readouts, scope
 from alphatoken.oracle.gradients import batch_mask
 from alphatoken.support.progress import Tracker
@@ -170,13 +170,16 @@ class Expected:
         self.token_weights, self.step_weights = token_weights, step_weights
         config = arguments.config
         self.model = scope.bare_model(arguments.model)
-        if arguments.adapter is not None:
-            self.model = arguments.adapter.model
         self.adapter: DecoderAdapter = arguments.adapter or find_adapter(self.model)
+        # One that the user handed over or registered says where the blocks are, and how the model
+        # is called. Else the oracle finds both by itself.
+        self.by_adapter = arguments.adapter is not None or is_users_own(self.adapter)
+        if self.by_adapter:
+            self.model = self.adapter.model
         self.scope = scope.find_scored(
             self.model,
             config.layers,
-            blocks=None if arguments.adapter is None else arguments.adapter.layers(),
+            blocks=self.adapter.layers() if self.by_adapter else None,
             parameters=config.parameters,
             loose=config.uncovered == "error",
         )
@@ -191,8 +194,8 @@ class Expected:
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
         """Logits of the untouched model."""
-        if self.arguments.adapter is not None:
-            return self.arguments.adapter.forward(inputs)
+        if self.by_adapter:
+            return self.adapter.forward(inputs)
         return self.plain_forward(self.model, inputs)
 
     @staticmethod

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from alphatoken.certificate.expected import Entry, Expected
 from alphatoken.model.forward import evaluation_mode
+from alphatoken.model.protocol import find_adapter, is_users_own
 from alphatoken.oracle import composite, scope
 from alphatoken.oracle.gradients import Forward, batch_losses, trainable
 from alphatoken.oracle.run import moved_along
@@ -104,14 +105,17 @@ class ExpectedWalk(Expected):
         """Logits of the user's model, of a copy of it, or of the second model."""
         if model is self.model:
             return self.forward
-        if self.arguments.adapter is None or self.arguments.reference is not None:
+        if self.arguments.reference is not None:
+            adapter = find_adapter(model)
+            return adapter.forward if is_users_own(adapter) else partial(self.plain_forward, model)
+        if not self.by_adapter:
             return partial(self.plain_forward, model)
         # The user's adapter, by modules and weights of the copy.
         modules = zip(self.model.modules(), model.modules(), strict=True)
         twins: dict[int, Any] = {id(own): twin for own, twin in modules}
         parameters = zip(self.model.parameters(), model.parameters(), strict=True)
         twins |= {id(own): twin for own, twin in parameters}
-        forward: Forward = copy.deepcopy(self.arguments.adapter, twins).forward
+        forward: Forward = copy.deepcopy(self.adapter, twins).forward
         return forward
 
 

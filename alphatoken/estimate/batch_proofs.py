@@ -26,6 +26,7 @@ from alphatoken.model.forward import (
     with_hidden,
 )
 from alphatoken.model.head import rounding_tolerance
+from alphatoken.model.observed_forward import renamed_arguments
 from alphatoken.model.protocol import DecoderAdapter
 from alphatoken.support.precision import refuse_first
 
@@ -147,7 +148,9 @@ def as_observed(adapter: DecoderAdapter) -> Iterator[Forward]:
 
     def forward(inputs: Mapping[str, Any]) -> Tensor:
         # Those of a loss are left out, and none is added, such as ``use_cache=False``.
-        arguments = {k: v for k, v in adapter.arguments(inputs).items() if k in inputs}
+        names = renamed_arguments(adapter, inputs)
+        arguments = adapter.arguments(inputs)
+        arguments = {k: v for k, v in arguments.items() if names.get(k, k) in inputs}
         arguments |= {"use_cache": inputs["use_cache"]} if "use_cache" in inputs else {}
         torch.set_rng_state(drawn)
         for device, state in by_device.items():

@@ -40,6 +40,7 @@ from alphatoken.estimate.token_values import DirectCausal, undivided
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.forward import Start, draws
+from alphatoken.model.protocol import adapter_named
 from alphatoken.model.scope import mixtures_of
 from alphatoken.support.precision import float16_named
 from alphatoken.values import TokenValues
@@ -233,7 +234,9 @@ class Label(Estimator[Direction]):
                 refused = error
             else:
                 if refusal is not None:
-                    raise refusal
+                    # Forward mode computes attention from what the adapter says of each call.
+                    with adapter_named(self.adapter):
+                        raise refusal
         if agreed is not None and ways[0] == "forward_mode":
             return agreed
         # Where M is 0, as V is before the first step, nothing can be compared along it.

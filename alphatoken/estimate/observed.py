@@ -17,7 +17,7 @@ from alphatoken.model.batch import LabelledBatch, read_batch, require_finite, to
 from alphatoken.model.capture import Recorder, graph_nodes
 from alphatoken.model.forward import draws, evaluation_mode
 from alphatoken.model.head import watched_head
-from alphatoken.model.observed_forward import ObservedForward
+from alphatoken.model.observed_forward import ObservedForward, by_batch_names
 from alphatoken.support.devices import deferred_refusals
 from alphatoken.support.precision import float16_named, wide
 from alphatoken.values import TokenValues
@@ -163,6 +163,7 @@ class Observed:
             recorder.require_graph()
         inputs = self._forward.inputs
         self._require_constant(inputs)
+        inputs = by_batch_names(estimator.adapter, inputs)
         ids = inputs.get("input_ids")
         batch = read_batch(
             {**inputs, "input_ids": labels if ids is None else ids, "labels": labels},

@@ -39,7 +39,7 @@ from alphatoken.estimate.batch_proofs import (
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.batch_slice import around_documents, around_responses
 from alphatoken.model.capture import Recorder, accumulate_errors, record
-from alphatoken.model.protocol import DecoderAdapter
+from alphatoken.model.protocol import DecoderAdapter, adapter_named
 from alphatoken.support.precision import float16_named
 
 
@@ -238,9 +238,10 @@ class CaptureCheck:
 
     def require_rule(self, recorder: Recorder) -> None:
         """Raise unless the recorded forward is one that the estimator is defined on."""
-        recorder.require_graph()
-        if self._estimator in SPLIT:
-            require_self_rule(recorder, self._estimator)
+        with adapter_named(self._adapter):
+            recorder.require_graph()
+            if self._estimator in SPLIT:
+                require_self_rule(recorder, self._estimator)
 
     def see(self, recorder: Recorder, losses: Tensor, mask: Tensor) -> None:
         """Prove what is not proved yet on this forward; its graph stays.
@@ -260,10 +261,12 @@ class CaptureCheck:
             )
         # Tried again as long as no batch had a row of which it could be shown.
         if self._estimator in SELF_ONLY and not self.report.isolated:
-            proved = prove_isolation(recorder, losses, mask, self._estimator)
+            with adapter_named(self._adapter):
+                proved = prove_isolation(recorder, losses, mask, self._estimator)
             self.report = replace(self.report, isolated=proved)
         if self.pending and self._scored.sharding is None:
-            with float16_named(self._adapter.model, (CoverageError,)):
+            kinds = (CoverageError,)
+            with float16_named(self._adapter.model, kinds), adapter_named(self._adapter):
                 error = prove_coverage(
                     recorder, losses, self._scored.parameters, self._scored.names
                 )
@@ -288,11 +291,13 @@ class CaptureCheck:
             return
         kinds = argument_kinds(batch)
         if kinds is None or kinds not in self._causal:
-            proved = prove_causality(self._adapter, around_responses(batch))
+            with adapter_named(self._adapter):
+                proved = prove_causality(self._adapter, around_responses(batch))
             if proved and kinds is not None:
                 self._causal.add(kinds)
         if batch.document_starts is not None:
-            self._see_documents(batch, observed=observed)
+            with adapter_named(self._adapter):
+                self._see_documents(batch, observed=observed)
         if not self._padding_seen and (row := padded_on_the_left(batch)) is not None:
             self._padding_seen = True
             see_left_padding(self._adapter, batch, row)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from alphatoken.errors import ModelError
+from alphatoken.errors import ModelError, quoted
+from alphatoken.model.protocol import DecoderAdapter, is_users_own
 
 _SOURCES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Scores to (the scores that they follow from alone, the versions that both had then)."""
@@ -62,6 +63,51 @@ def named_arguments(
     if "input_ids" not in bound and isinstance(first, Tensor) and not first.is_floating_point():
         bound = {"input_ids" if name == names[0] else name: bound[name] for name in bound}
     return {**bound, **kwargs}
+
+
+_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
+"""What ``arguments`` of an adapter may raise where a call lacks what it reads."""
+
+
+def renamed_arguments(adapter: DecoderAdapter, names: Iterable[str]) -> dict[str, str]:
+    """The model's name -> the batch's name of each argument that a user's adapter renames.
+
+    Seen from what its ``arguments`` makes of one token; ``names`` of others that it may read.
+    """
+    if not is_users_own(adapter):
+        return {}
+    device = next(adapter.model.parameters()).device
+    every = {"input_ids", "attention_mask", "position_ids", *names}
+    batch = {name: torch.ones(1, 1, dtype=torch.long, device=device) for name in every}
+    try:
+        made = adapter.arguments(batch)
+    except _UNREADABLE:  # whoever reads the call itself says what is missing
+        return {}
+    own = {id(value): name for name, value in batch.items()}
+    return {k: own[id(v)] for k, v in made.items() if own.get(id(v), k) != k}
+
+
+def by_batch_names(adapter: DecoderAdapter, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call of the model, under their names in a batch.
+
+    Raises:
+        ModelError: the user's own adapter cannot read them.
+    """
+    names = renamed_arguments(adapter, arguments)
+    inputs = {names.get(name, name): value for name, value in arguments.items()}
+    if is_users_own(adapter):
+        try:
+            adapter.arguments(inputs)
+        except _UNREADABLE as error:
+            raise ModelError(
+                "arguments() of your adapter cannot read a call of the model",
+                got=f"{quoted(error)}; the call names {', '.join(inputs)}",
+                why="proofs and forwards of the library's own run on the observed arguments",
+                remedy="let arguments() rename, leave out and add, and read by inputs.get(...) "
+                "what a call may lack; what is computed from a mask belongs into the model's "
+                "forward",
+            ) from error
+    return inputs
 
 
 def _positional(module: nn.Module) -> list[str]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from alphatoken.errors import ModelError
+from alphatoken.errors import CoverageError, ModelError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,8 @@ class DecoderAdapter(Protocol):
     def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments that ``forward`` calls the model with (``inputs`` plus no cache).
 
-        Default: the batch's own.
+        Default: the batch's own. It may leave out, rename and add; but it also reads the arguments
+        of a call by the user, under their names in a batch and without what was added here.
         """
         return dict(inputs)
 
@@ -385,3 +386,31 @@ def find_adapter(model: nn.Module) -> DecoderAdapter:
         why="layers, scored linears and attention calls cannot be found by guessing",
         remedy="pass a transformers decoder, or write a DecoderAdapter and register_adapter(...)",
     )
+
+
+def is_users_own(adapter: DecoderAdapter) -> bool:
+    """Whether a user wrote the adapter: its class is none of the library's."""
+    return type(adapter).__module__.partition(".")[0] != "alphatoken"
+
+
+def adapter_remedy(adapter: DecoderAdapter) -> str:
+    """What to look at in the user's own adapter where a proof fails; empty of the library's."""
+    if not is_users_own(adapter):
+        return ""
+    return (
+        f"your adapter {type(adapter).__name__} may be the cause: layers() must give every block "
+        "in order, attention_modules() every attention, each AttentionCall the scale and mask of "
+        "the model's own kernel, and arguments() all that logits depend on"
+    )
+
+
+@contextmanager
+def adapter_named(adapter: DecoderAdapter) -> Iterator[None]:
+    """Context in which a proof that fails names the user's own adapter as a possible cause."""
+    try:
+        yield
+    except (CoverageError, ModelError, UnsupportedError) as error:
+        if not (remedy := adapter_remedy(adapter)):
+            raise
+        more = "; or ".join(filter(None, (error.remedy, remedy)))
+        raise type(error)(error.what, got=error.got, why=error.why, remedy=more) from None

@@ -47,9 +47,9 @@ class SmallGPT(nn.Module):
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.lm_head.weight = self.wte.weight
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         # Rows are padded on the right: what stands before it does not see the padding.
-        x = self.wte(input_ids) + self.wpe.weight[: input_ids.shape[1]]
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.lm_head(self.ln_f(x))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
+from alphatoken.errors import AlphaTokenError, ModelError
+from alphatoken.estimate.batch_proofs import as_observed
 from alphatoken.model import protocol
 from alphatoken.train.policies import policy
 from alphatoken.train.policy import PolicyBatch, PolicySettings
-from tests.integration import small_gpt, small_world
-from tests.integration.tiny_scorer import printed_by
+from tests.integration import small_gpt, small_world, tower
+from tests.integration.tiny_scorer import model_of, printed_by
 from tests.integration.tiny_training import made, weights
 from tests.property import generate_docs
 from tests.property.strategies import make_batch
@@ -152,21 +155,177 @@ def adapted(recipes: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 BATCH = make_batch(("pprrprr.", "prprrrrr"), vocabulary=19, seed=1)
 VALIDATION = make_batch(("pprrr.", "pprrrr"), vocabulary=19, seed=2)
+CONFIGS = {
+    name: ScorerConfig(name, layers="all", objective="adaptation")
+    for name in ("alphatoken", "direct", "path", "paper_literal", "label")
+}
+CONFIGS["exact"] = ScorerConfig.exact(objective="adaptation")
+CONFIGS["walk"] = ScorerConfig.walk(walk_steps=2, walk_learning_rate=1e-2)
 
 
-@pytest.mark.parametrize("estimator", ["alphatoken", "direct", "path", "paper_literal", "label"])
-def test_an_adapter_is_all_that_a_model_needs(adapted: Any, estimator: str) -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_adapter_is_all_that_a_model_needs(adapted: Any, name: str) -> None:
     """Values of a decoder of one's own equal those of plain autograd; its own loop gets them."""
     model = adapted.small_gpt(seed=1)
-    config = ScorerConfig(estimator, layers="all", objective="adaptation")
-    scorer = Scorer(model, VALIDATION, config=config)
+    scorer = Scorer(model, VALIDATION, config=CONFIGS[name])
+    agrees(scorer, lambda: model(BATCH["input_ids"]))
+
+
+def agrees(scorer: Scorer, call: Callable[[], Tensor]) -> None:
+    """Values are certified, and those of the user's own call of the model are the same."""
     values = scorer.score(BATCH)
     certificate = scorer.verify(BATCH)
     assert certificate.passed, certificate
     with scorer.observe() as observed:
-        logits = model(BATCH["input_ids"])
-        assert torch.equal(observed.values(logits, BATCH["labels"]).total, values.total)
+        again = observed.values(call(), BATCH["labels"])
+    # Of differences within what they state.
+    allowed = 1e-10 + 3 * (values.error + again.error)
+    assert float((again.total - values.total).norm()) <= allowed * float(values.total.norm())
     assert values.total.abs().max() > 0
+
+
+OF_TOWERS = """
+from my_adapter import SmallGPTAdapter
+
+
+class TowerAdapter(SmallGPTAdapter):
+    def layers(self):
+        return list(self.model.tower)
+
+    def attention_modules(self, layer):
+        return (self.model.tower[layer].mixer,)
+
+    def arguments(self, inputs):
+        return {"tokens": inputs["input_ids"], "real": inputs.get("attention_mask")}
+
+
+class OfIds(TowerAdapter):
+    def arguments(self, inputs):
+        return {"input_ids": inputs["input_ids"]}
+"""
+"""The printed adapter for another model."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", [tower.Tower, tower.TowerOfIds])
+@pytest.mark.parametrize("registered", [True, False])
+def test_an_adapter_of_a_model_unlike_the_printed_one(
+    adapted: Any, recipes: Path, kind: type[tower.Tower], registered: bool, name: str
+) -> None:
+    """Registered or handed over, renaming arguments or leaving the mask out."""
+    (recipes / "my_tower.py").write_text(OF_TOWERS, "utf-8")
+    own, handed = "TowerAdapter" if kind is tower.Tower else "OfIds", {}
+    model = tower.tower(kind)
+    adapter = getattr(importlib.import_module("my_tower"), own)(model)
+    if registered:
+        protocol.register_adapter(tower.__name__, f"my_tower:{own}")
+    else:
+        handed["adapter"] = adapter
+    scorer = Scorer(model, VALIDATION, config=CONFIGS[name], **handed)
+    agrees(scorer, lambda: model(BATCH["input_ids"]))
+    agrees(scorer, lambda: model(**adapter.arguments(BATCH)))
+
+
+FAULTS = """
+from contextlib import contextmanager
+from dataclasses import replace
+
+from my_tower import TowerAdapter
+
+
+class WithoutAttention(TowerAdapter):
+    def attention_modules(self, layer):
+        return super().attention_modules(layer) if layer else ()
+
+
+class Idle(TowerAdapter):
+    @contextmanager
+    def override_attention(self, modules, override):
+        yield
+
+
+class OneBlockShort(TowerAdapter):
+    def layers(self):
+        return super().layers()[:-1]
+
+
+class OtherScale(TowerAdapter):
+    def override_attention(self, modules, override):
+        def scaled(call, native):
+            return override(replace(call, scale=1.0), native)
+
+        return super().override_attention(modules, scaled)
+
+
+class OneEarly(TowerAdapter):
+    def logits_of(self, output):
+        return output.roll(-1, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("WithoutAttention", "alphatoken"), ("Idle", "alphatoken"), ("OneBlockShort", "direct"),
+        ("OtherScale", "exact"), ("OneEarly", "walk"), ("OtherScale", "alphatoken"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_an_adapter_is_named_as_a_possible_cause(
+    adapted: Any, recipes: Path, fault: str, name: str
+) -> None:
+    (recipes / "my_tower.py").write_text(OF_TOWERS, "utf-8")
+    (recipes / "my_faults.py").write_text(FAULTS, "utf-8")
+    model = tower.tower()
+    adapter = getattr(importlib.import_module("my_faults"), fault)(model)
+    scorer = Scorer(model, VALIDATION, config=CONFIGS[name], adapter=adapter)
+    try:
+        said = str(scorer.verify(BATCH))
+    except AlphaTokenError as error:
+        said = str(error)
+    assert f"your adapter {fault} may be the cause" in said
+
+
+def test_no_adapter_of_the_library_is_blamed() -> None:
+    adapter, error = protocol.find_adapter(model_of()), ModelError("what", remedy="remedy")
+    with pytest.raises(ModelError) as raised, protocol.adapter_named(adapter):
+        raise error
+    assert raised.value is error
+
+
+def test_a_call_that_an_adapter_cannot_read_is_named(adapted: Any, recipes: Path) -> None:
+    """One error where ``arguments`` asks for a mask that the user's own call does not have."""
+    source = OF_TOWERS.replace('inputs.get("attention_mask")', 'inputs["attention_mask"]')
+    (recipes / "my_tower.py").write_text(source, "utf-8")
+    model = tower.tower()
+    adapter = importlib.import_module("my_tower").TowerAdapter(model)
+    scorer = Scorer(model, VALIDATION, config=CONFIGS["path"], adapter=adapter)
+    assert scorer.verify(BATCH).passed
+    with scorer.observe() as observed:
+        logits = model(tokens=BATCH["input_ids"])
+        with pytest.raises(ModelError, match=r"arguments\(\) of your adapter .* 'attention_mask'"):
+            observed.values(logits, BATCH["labels"])
+
+
+def test_documents_are_proved_under_the_names_of_an_adapter(adapted: Any, recipes: Path) -> None:
+    """With the arguments that the user's call had, and no others."""
+    (recipes / "my_tower.py").write_text(OF_TOWERS, "utf-8")
+    model = tower.tower()
+    adapter = importlib.import_module("my_tower").TowerAdapter(model)
+    with as_observed(adapter) as forward:
+        for names in ({"input_ids"}, {"input_ids", "attention_mask"}):
+            inputs = {name: BATCH[name] for name in names}
+            assert torch.equal(forward(inputs), model(**adapter.arguments(inputs)))
+
+
+def test_values_to_a_second_model_by_an_adapter_are_certified(adapted: Any, recipes: Path) -> None:
+    (recipes / "my_tower.py").write_text(OF_TOWERS, "utf-8")
+    protocol.register_adapter(tower.__name__, "my_tower:TowerAdapter")
+    model, other = tower.tower(), tower.tower()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.01)
+    scorer = Scorer(model, None, config=ScorerConfig("walk"), reference=other)
+    agrees(scorer, lambda: model(BATCH["input_ids"]))
 
 
 def test_defaults_of_an_adapter_name_what_is_left_out(adapted: Any) -> None:
