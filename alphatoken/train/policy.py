@@ -188,8 +188,9 @@ class TokenPolicy:
         published_loss: "cross_entropy", "dpo" or "simpo".
         needs: see ``Needs``.
         scope: tokens ranked together: "dataset" (static scores), "batch", "sequence"; or "step",
-            all of the optimizer step on all processes, by scores of the log-probabilities alone.
-            A step of several micro-batches takes them of a forward ahead of its own.
+            all of the optimizer step on all processes, by scores of the log-probabilities alone
+            and no rule of its own. A step of several micro-batches takes them of a forward ahead
+            of its own.
         rounding: of rho N, "floor" or "ceil".
         native_ratio: the published budget, where the rule is one; None for other rules.
         static: weights follow from columns, labels and mask alone, so that they are known before

@@ -47,6 +47,16 @@ class Nameless(TokenPolicy):
         return batch.log_probs
 
 
+class RuleOfStep(Surprising):
+    """Ranks a step, and weighs by a rule that only micro-batches know."""
+
+    name = "rule-of-step"
+    scope = "step"
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        return batch.log_probs.exp()
+
+
 class Ruleless(TokenPolicy):
     """Forgets its rule."""
 

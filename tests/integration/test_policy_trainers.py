@@ -400,6 +400,10 @@ def streamed() -> IterableDataset:
         (lambda d: sft(d, policy=f"{HERE}:Nameless"), "a policy has a name"),
         (lambda d: sft(d, examples.Ruleless()), "'ruleless' has no rule.*scores.batch"),
         (
+            lambda d: sft(d, examples.RuleOfStep, gradient_accumulation_steps=2).train(),
+            "scope 'step' and a rule of its own.*native_weights",
+        ),
+        (
             lambda d: sft(d, examples.EvenIds, policy_mode="budget"),
             "'even-ids' has no rule for policy_mode='budget'",
         ),

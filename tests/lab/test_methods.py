@@ -209,6 +209,38 @@ def test_loss_truncation_is_of_the_step(tmp_path: Path, rows: int, unit: str, ki
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+def test_losses_of_a_step_are_of_a_forward_without_dropout(tmp_path: Path, narrow: bool) -> None:
+    """In the run's precision; TRL's running metrics have nothing of it.
+
+    Proves: losses that a step is ranked by (exact), against ``log_softmax`` in evaluation mode.
+    """
+    batches = list[PolicyBatch]()
+
+    class Watched(LossTruncation):
+        def scores(self, batch: PolicyBatch) -> Tensor:
+            batches.append(batch)
+            return super().scores(batch)
+
+    trainer = tiny.made(
+        AlphaSFTTrainer, tmp_path, policy=Watched(), model=tiny.model(dropout=0.5), bf16=narrow,
+        train_dataset=tiny.tokenised(4), max_steps=1, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    assert len(batches) == 2
+    own = tiny.model().eval()
+    for ranked in batches:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            inputs = {name: ranked.inputs[name] for name in ("input_ids", "attention_mask")}
+            logits = own(**inputs).logits
+        losses = F.cross_entropy(
+            logits[:, :-1].float().transpose(1, 2), ranked.labels[:, 1:], reduction="none"
+        )
+        torch.testing.assert_close(-ranked.log_probs[:, 1:], losses, rtol=0, atol=1e-5)
+    assert not trainer._metrics["eval"]
+
+
 def test_prift_by_hand(tmp_path: Path) -> None:
     """exp(-l) of the start model's losses, whatever the current model finds.
 

@@ -292,6 +292,8 @@ def make_scorer(
     """
     if estimator == "label":
         more = {"derivative": "forward_mode", **more}
+    if estimator == "walk":  # all that trains walks
+        more = {"layers": ScorerConfig.layers, **more}
     model = setup.case.model() if model is None else model
     if isinstance(retention, bool):
         retention = FisherDrift(*drift_of(setup, model)) if retention else None

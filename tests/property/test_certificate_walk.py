@@ -165,3 +165,15 @@ def test_a_fault_of_a_walk_does_not_agree(fault: str, monkeypatch: pytest.Monkey
     assert not certificate.passed
     assert "total" in {check.component for check in certificate.failures}
     assert "DOES NOT AGREE with a copy that plain PyTorch trained" in str(certificate)
+
+
+@pytest.mark.parametrize("fault", ["another rate", "the other sign"])
+def test_a_fault_in_float32_does_not_agree(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rounding may add is measured, and is far below a thousandth of the rate.
+
+    Proves: the certificate of a walk (exact), against faults that it must name.
+    """
+    FAULTS[fault](monkeypatch)
+    scorer = Scorer(llama(), token_rows(1, rows=3), config=config(walk_steps=8))
+    certificate = certified(scorer, token_rows(2, rows=3))
+    assert not certificate.passed, certificate

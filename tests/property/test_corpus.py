@@ -16,11 +16,19 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alphatoken import ConfigError, DataError, InputError, NumericalError, select_top
+from alphatoken import (
+    ConfigError,
+    DataError,
+    InputError,
+    NumericalError,
+    ScorerConfig,
+    select_top,
+)
+from alphatoken.config import ESTIMATORS, WALK
 from alphatoken.data import Example, Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources
 from alphatoken.data.split import leak_keys
-from alphatoken.score.job import Corpus, draw_rows
+from alphatoken.score.job import Corpus, _options_in_force, draw_rows
 from alphatoken.score.results import best_rows
 from alphatoken.select.masks import keep_count, top_mask
 
@@ -236,3 +244,32 @@ def test_marked_turns(said: Sequence[Said], empty: Sequence[str]) -> None:
     assert len(ids) == len(labels)
     learned = bytes(label for label in labels if label != -100).decode()
     assert learned == "".join(f"{text}." for text, _, value in said if value in (None, 1))
+
+
+# --- the settings of a run that is resumed --------------------------------------------------------
+
+OTHERS: dict[str, Any] = {
+    "objective": "adaptation", "part": "direct", "layers": "all", "window": 7,
+    "stability_weight": 0.5, "parameters": "linears,experts", "uncovered": "skip",
+    "derivative": "central", "walk_steps": 3, "walk_learning_rate": 1e-3, "walk_refresh": 2,
+    "walk_form": "central",
+}  # fmt: skip
+"""Option of the values -> another value than its default."""
+
+
+@pytest.mark.parametrize("estimator", [*ESTIMATORS, WALK])
+def test_settings_have_every_option_that_values_depend_on(estimator: str) -> None:
+    """One that the estimator takes at another value is another setting: no file mixes both.
+
+    Proves: settings of a resumed run (exact), against the options that each estimator takes.
+    """
+    before, taken = _options_in_force(ScorerConfig(estimator)), set[str]()
+    for name, value in OTHERS.items():
+        try:
+            config = ScorerConfig(estimator, **{name: value})
+        except ConfigError:
+            continue
+        taken.add(name)
+        if estimator != WALK or name != "layers":  # all that trains walks, whatever they are
+            assert _options_in_force(config) == {**before, name: value} != before
+    assert taken >= {"layers", "walk_form" if estimator == WALK else "parameters"}

@@ -565,15 +565,18 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_values_come_with_the_losses_of_their_tokens(setup: Setup, way: str) -> None:
     """In nats, 0 off the response; central differences have them to the square of their step.
 
+    Weights are of the values, and leave the losses as they are.
+
     Proves: losses beside values (exact), against ``token_losses``.
     """
     case, model = setup.case, setup.case.model()
     wanted = gradients.batch_losses(forward_of(model), case.batch).detach()
     options = {"retention": False, **WAYS[way]}
     scorer = make_scorer(setup, way.split(",")[0], model=model, **options)
+    weights = torch.linspace(-1.0, 2.0, wanted.numel(), dtype=torch.float64).view(wanted.shape)
     with quiet(), scorer.observe() as observed:
-        watched = observed.values(model(**case.inputs), case.batch["labels"])
-    for values in (quiet_score(scorer, case.batch), watched):
+        watched = observed.values(model(**case.inputs), case.batch["labels"], token_weights=weights)
+    for values in (quiet_score(scorer, case.batch, token_weights=weights), watched):
         assert values.losses is not None
         close(values.losses, wanted, 1.0 + wanted, 1e-7, name=way)
         assert not bool(values.losses[~values.mask].any())

@@ -169,7 +169,7 @@ def counted_scores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def values_are_found_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all that they depend on: rows, validation rows, weights, steps and rate."""
+    """By all that they depend on: rows, weights, steps, rate, validation rows and their batch."""
     rows, held = rows_of([3, 1, 4, 2, 2], 0), rows_of([2, 3], 1)
     with quiet():
         first = WalkRows(walk_steps=2).row_values(stage(folder, rows, held))
@@ -184,6 +184,7 @@ def values_are_found_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             (WalkRows(walk_steps=2), stage(folder, rows, held, model=other)),
             (WalkRows(walk_steps=2), stage(folder, rows, rows_of([2, 3], 2))),
             (WalkRows(walk_steps=2), stage(folder, rows[::-1], held)),
+            (WalkRows(walk_steps=2), stage(folder, rows, held, 1)),
         ):
             scored.clear()
             assert not np.array_equal(made.row_values(of), first)

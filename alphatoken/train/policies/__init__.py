@@ -334,8 +334,24 @@ def _refuse_unfinished(chosen: TokenPolicy) -> None:
     )
 
 
+def _refuse_rule_of_step(chosen: TokenPolicy) -> None:
+    """Refuse a rule of its own that a step of several micro-batches would not go by."""
+    methods = ("native_weights", "budget_weights", "best", "weights")
+    kind = type(chosen)
+    own = [name for name in methods if getattr(kind, name) is not getattr(TokenPolicy, name)]
+    if chosen.scope == "step" and own:
+        raise ConfigError(
+            f"policy '{chosen.name}' has the scope 'step' and a rule of its own",
+            got=", ".join(own),
+            why="of the tokens of a step the best by their scores are kept, and a step of several "
+            "micro-batches would not go by that rule",
+            remedy="scores(batch), with native_ratio or keep_ratio; or another scope",
+        )
+
+
 def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
     _refuse_unfinished(chosen)
+    _refuse_rule_of_step(chosen)
     if chosen.family not in (family, "both"):
         place = {"sft": "supervised fine-tuning", "preference": "preference pairs"}
         raise ConfigError(
