@@ -166,7 +166,7 @@ class RunningOptions:
     """Options of the run itself."""
 
     per_device_train_batch_size: int = option(
-        8, "number of rows of one forward, and of each step of a walk", at_least=1
+        8, "number of rows of a forward or walk step", at_least=1
     )
     seed: int = option(0, "seed of all random draws")
     quiet: bool = option(False, "print no progress and no notes")

@@ -77,7 +77,8 @@ def test_files_hold_what_the_scorer_says(world: World, tmp_path: Path) -> None:
             for index, row in enumerate(own):
                 example, length = scored[row], len(scored[row].ids)
                 for key, column in example.values.items():
-                    expected = getattr(values, key)[index, :length].double().numpy()
+                    of_batch = getattr(values, "losses" if key == "loss" else key)
+                    expected = of_batch[index, :length].double().numpy()
                     assert np.array_equal(column, expected), key
                 assert np.array_equal(example.response, values.mask[index, :length].numpy())
     for start in (0, 4, 8, 12):  # and tokens are kept by batches of the file's order

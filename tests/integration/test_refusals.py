@@ -275,7 +275,7 @@ def test_every_number_of_values_is_looked_at(place: dict[str, Tensor], message: 
     assert require_finite_values(values) is values
     one = replace(
         values.total_alone(), total=torch.zeros(1, 2), mask=torch.ones(1, 2, dtype=torch.bool),
-        unassigned=torch.zeros(1), parts=None, part_shares=None, input_ids=None,
+        unassigned=torch.zeros(1), parts=None, part_shares=None, input_ids=None, losses=None,
     )  # fmt: skip
     with pytest.raises(NumericalError, match=message):
         require_finite_values(replace(one, **place))
