@@ -65,6 +65,9 @@ _FOLDERS = {JUDGED: "values", TRUSTED: "reference"}
 _PART = 64  # rows of a value file, as `score` has them of up to 65,536 rows
 
 
+MOST_UNSEEN = 0.25
+"""Share of rows of another kind that may go unnoticed where rows are said to look alike."""
+
 SHOWN = 3
 """Rows of either end whose text is shown in colours."""
 
@@ -98,6 +101,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     scored = {name: _scored(subject, scorer, name, rows) for name, rows in groups.items()}
     records = {name: [_record(name, one) for one in own] for name, own in scored.items()}
     tests = {name: compare(records, name, subject.seed) for name in MEASURES}
+    answer = verdict(tests, len(groups[TRUSTED]))
     race = race_command(subject.words, len(groups[JUDGED])) if subject.words else ""
     every = Table.of("data-rows", "Each row", [one for own in records.values() for one in own])
     ends = _ends(records[JUDGED], options.ends)
@@ -116,8 +120,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "walk_learning_rate": config.walk_learning_rate,
             "level": LEVEL,
         },
-        next_command=race if verdict(tests) != ALIKE else "",
-        mark=dict(zip((ALIKE, UNCLEAR, DIFFERENT), MARKS, strict=True))[verdict(tests)],
+        next_command=race if answer != ALIKE else "",
+        mark=dict(zip((ALIKE, UNCLEAR, DIFFERENT), MARKS, strict=True))[answer],
         lists=_row_lists(subject, groups[JUDGED], scored[JUDGED], ends),
     )
 
@@ -302,15 +306,18 @@ def together(tests: Mapping[str, Comparison]) -> float:
     return min(1.0, len(tests) * min(one.test.p_value for one in tests.values()))
 
 
-def verdict(tests: Mapping[str, Comparison]) -> str:
+def verdict(tests: Mapping[str, Comparison], reference: int) -> str:
     """DIFFERENT by the tests; else UNCLEAR if an interval of a difference leaves 0 out, or ALIKE.
 
-    Few trusted rows cannot lead to a small p-value, however far off a part of the rows is.
+    Few trusted rows cannot lead to a small p-value, however far off a part of the rows is: where
+    ``unseen_share`` of the ``reference`` rows is above ``MOST_UNSEEN`` (13 rows are enough), the
+    answer is UNCLEAR as well.
     """
     if together(tests) <= LEVEL:
         return DIFFERENT
     apart = [one for one in tests.values() if one.difference.low > 0 or one.difference.high < 0]
-    return UNCLEAR if apart else ALIKE
+    unseen = unseen_share(reference, LEVEL / len(tests))
+    return UNCLEAR if apart or unseen > MOST_UNSEEN else ALIKE
 
 
 def unseen_share(reference: int, level: float) -> float:
@@ -331,11 +338,11 @@ def unseen_share(reference: int, level: float) -> float:
 
 
 def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
-    p, answer = together(tests), verdict(tests)
+    p, answer = together(tests), verdict(tests, reference)
     value, loss = (format(tests[name].difference, "+.3f") for name in MEASURES)
     sizes = (
-        f"Their mean walk value less that of {reference} trusted rows is {value} nats a token, "
-        f"their mean loss {loss}."
+        f"Beside {reference} trusted rows their mean walk value differs by {value} nats a token, "
+        f"their mean loss by {loss}."
     )
     share = unseen_share(reference, LEVEL / len(tests))
     if answer == DIFFERENT:
@@ -348,15 +355,16 @@ def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
         return (
             f"Your rows may differ from the trusted ones, which are too few to tell (p = {p:.2g}): "
             f"a race measures whether selecting pays. {sizes} Beside {reference} trusted rows, "
-            f"rows of another kind can go unnoticed up to a share of about {share:.0%} and more: "
-            "look at the rows of lowest value, and give more trusted rows (--validation_file)."
+            f"{share:.0%} of your rows may be of another kind without being noticed: look at the "
+            "rows of lowest value and of highest loss, and give more trusted rows "
+            "(--validation_file; half of them are for the walk)."
         )
     ends = tests["value"].difference
     return (
         f"Your rows look like the trusted ones (p = {p:.2g}): train on everything. {sizes} "
         f"{reference} trusted rows cannot rule out that all differ by "
-        f"{max(abs(ends.low), abs(ends.high)):.2g} nats, and rows of another kind can go unnoticed "
-        f"up to a share of about {share:.0%} and more."
+        f"{max(abs(ends.low), abs(ends.high)):.2g} nats, and {share:.0%} of your rows may be of "
+        "another kind without being noticed."
     )
 
 

@@ -191,8 +191,10 @@ def check_arms(args: Mapping[str, Any], datasets: Mapping[str, Any]) -> None:
         raise_first(refused_datasets(own, policy, rows, read.get("fisher")))
     validation: Any = datasets.get("validation_dataset")
     if hasattr(validation, "__len__"):
+        choosing = datasets.get("choosing_dataset")
+        choose = len(choosing) if hasattr(choosing, "__len__") else 0
         for name, own in args.items():
-            _check_validation_rows(name, own, len(validation))
+            _check_validation_rows(name, own, len(validation), choose)
 
 
 def datasets_of(args: Any, datasets: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,19 +202,29 @@ def datasets_of(args: Any, datasets: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in datasets.items() if args.reads_fisher or not k.startswith("fisher")}
 
 
-def _check_validation_rows(name: str, args: Any, rows: int) -> None:
+def _check_validation_rows(name: str, args: Any, rows: int, choosing: int) -> None:
     if not args.needs_values or args.objective == "stability":
         return
     try:
         check_pool(args, rows, args.world_size)
     except ConfigError as error:
+        enough = next((n for n in range(rows + 1, 10_000) if _suffice(args, n)), None)
+        more = "" if enough is None else f" ({enough + choosing} in all are enough)"
         raise ConfigError(
             f"the arm '{name}' has too few validation rows",
-            got=error.got,
-            why="those that choose are set aside first, and some are held out of every step",
-            remedy="more validation rows, a smaller validation_batch_size or choosing_rows, or "
-            "held_out_share=0",
+            got=f"{choosing} rows that choose among the arms, and of the others {error.got}",
+            why="rows that choose may not be valued against, and some are held out of every step",
+            remedy=f"more validation rows{more}, a smaller validation_batch_size or choosing_rows, "
+            "or held_out_share=0",
         ) from None
+
+
+def _suffice(args: Any, rows: int) -> bool:
+    try:
+        check_pool(args, rows, args.world_size)
+    except ConfigError:
+        return False
+    return True
 
 
 def reads_weights(args: Mapping[str, Any]) -> list[str]:

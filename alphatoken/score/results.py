@@ -447,9 +447,9 @@ def _say(
         print(f"note: {note}", file=sys.stderr)
     report = f"; report: {folder / 'report.html'}" if job.options.report else ""
     ways = "; ".join(derivative_text(way, error) for way, error in summary.derivatives.items())
+    kept = "" if job.options.keep_ratio is None else f", {summary.kept_tokens} kept"
     print(
-        f"{summary.response_tokens} response tokens valued{f' ({ways})' if ways else ''}, "
-        f"{summary.kept_tokens} kept; "
+        f"{summary.response_tokens} response tokens valued{f' ({ways})' if ways else ''}{kept}; "
         f"values: {folder / 'values'}{report}"
     )
     if not job.options.quiet:

@@ -295,7 +295,10 @@ VERDICTS = (
         ("diagnose.data.verdict", "together(tests) <= LEVEL", "together(tests) > LEVEL")),
     row("interval-that-leaves-0-out-not-read", UNCLEAR,
         "rows are said to look alike where the trusted ones are too few to tell",
-        ("diagnose.data.verdict", "return UNCLEAR if apart else ALIKE", "return ALIKE")),
+        ("diagnose.data.verdict", "if apart or unseen", "if unseen")),
+    row("look-alike-beside-few-trusted-rows", UNCLEAR,
+        "rows are said to look alike where half of them could be of another kind",
+        ("diagnose.data.verdict", "if apart or unseen > MOST_UNSEEN", "if apart")),
 )  # fmt: skip
 
 

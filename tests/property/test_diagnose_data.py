@@ -320,7 +320,7 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     Proves: the verdict on rows (exact), against rows of one draw and of two.
     """
     words = "--model_name_or_path M --train_file R --validation_file T"
-    alike = drawn_rows([(2, 5)] * 30, seed=4)
+    alike = drawn_rows([(2, 5)] * 46, seed=4)
     found = data.diagnose(subject(train=alike[:18], validation=alike[18:], words=words))
     assert found.conclusion.startswith("Your rows look like the trusted ones (p = ")
     assert "train on everything" in found.conclusion
@@ -378,11 +378,14 @@ def test_too_few_trusted_rows_to_tell_is_an_answer_too() -> None:
     for own, trusted, answer in (
         ([*clean, *spoilt], clean[:4], data.UNCLEAR),
         ([*clean, *spoilt], [*clean, *clean], data.DIFFERENT),
-        (clean, clean[:4], data.ALIKE),
+        (clean, clean[:4], data.UNCLEAR),  # half of the rows could be of another kind
+        (clean, [*clean, *clean[:4]], data.UNCLEAR),
+        ([x + 0.104 for x in clean], [*clean, *clean[:5]], data.UNCLEAR),  # p is 0.08
+        (clean, [*clean, *clean[:5]], data.ALIKE),
     ):
         groups = {JUDGED: records(*own), TRUSTED: records(*trusted)}
         tests = {name: data.compare(groups, name, seed=0) for name in data.MEASURES}
-        assert data.verdict(tests) == answer
+        assert data.verdict(tests, len(trusted)) == answer
         said = data._conclusion(tests, len(trusted))
         assert ("a race measures" in said) == (answer != data.ALIKE)
         assert ("too few to tell" in said) == (answer == data.UNCLEAR)
