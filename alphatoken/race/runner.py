@@ -191,7 +191,7 @@ def check_arms(args: Mapping[str, Any], datasets: Mapping[str, Any]) -> None:
         raise_first(refused_datasets(own, policy, rows, read.get("fisher")))
     validation: Any = datasets.get("validation_dataset")
     if hasattr(validation, "__len__"):
-        choosing = datasets.get("choosing_dataset")
+        choosing: Any = datasets.get("choosing_dataset")
         choose = len(choosing) if hasattr(choosing, "__len__") else 0
         for name, own in args.items():
             _check_validation_rows(name, own, len(validation), choose)

@@ -213,7 +213,7 @@ def test_loss_truncation_is_of_the_step(tmp_path: Path, rows: int, unit: str, ki
 def test_losses_of_a_step_are_of_a_forward_without_dropout(tmp_path: Path, narrow: bool) -> None:
     """In the run's precision; TRL's running metrics have nothing of it.
 
-    Proves: losses that a step is ranked by (exact), against ``log_softmax`` in evaluation mode.
+    Proves: losses that a step is ranked by (exact), against log_softmax in evaluation mode.
     """
     batches = list[PolicyBatch]()
 
