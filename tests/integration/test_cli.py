@@ -156,12 +156,12 @@ def test_differences_say_their_error_wherever_their_values_are(
     (error,) = {example.error for example in scored}
     assert 0 < error < 0.02
     text = f"central differences, error {error:.0e}"
-    assert f"response tokens valued ({text}), " in said
+    assert f"response tokens valued ({text}); " in said
     summary = json.loads((tmp_path / "label" / "summary.json").read_text())
     assert summary["values"]["derivatives"] == {"central": error}
     assert f"taken by {text} (estimated" in (tmp_path / "label" / "report.html").read_text()
     assert world.score(tmp_path / "paper", limit=4) == 0
-    assert "response tokens valued, " in capsys.readouterr().out
+    assert "response tokens valued; " in capsys.readouterr().out
     assert {(e.derivative, e.error) for e in load(tmp_path / "paper")} == {(None, 0.0)}
 
 
