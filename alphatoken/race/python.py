@@ -101,7 +101,7 @@ def race(
         validation_dataset = _without_leaks(validation_dataset, choosing_dataset, text_field)
     own = {name: arguments.pop(name) for name in _DATASETS & arguments.keys()}
     datasets = {"validation_dataset": validation_dataset, **own}
-    check_arms(configurations, datasets)
+    check_arms(configurations, {**datasets, "choosing_dataset": choosing_dataset})
     warn_of_leaks(
         plain_rows(train_dataset), {"choosing": plain_rows(choosing_dataset)}, text_field=text_field
     )
