@@ -252,6 +252,11 @@ class ScorerConfig:
         return ParameterChoice.read("all" if self.estimator == WALK else self.parameters)
 
     @property
+    def walk_rate(self) -> float:
+        """The constant learning rate of a walk."""
+        return WALK_RATE if self.walk_learning_rate is None else self.walk_learning_rate
+
+    @property
     def adapts(self) -> bool:
         """True if G is built."""
         return self.objective != "stability"

@@ -127,6 +127,11 @@ def loosened(entries: Entries, more: Entries) -> Entries:
     return {n: Entry(e.value, e.scale + more[n].scale, e.by) for n, e in entries.items()}
 
 
+def listed_items(items: Any) -> list[Any]:
+    """Labelled batches or pairs of an objective as a list, of one or of several."""
+    return [items] if isinstance(items, (Mapping, composite.Pairs)) else list(items)
+
+
 class Expected:
     """The oracle's answer to one scorer.
 
@@ -225,8 +230,9 @@ class Expected:
         return gradients
 
     def _gradient(self, items: Any) -> Matrices:
-        listed = [items] if isinstance(items, (Mapping, composite.Pairs)) else items
-        return composite.objective_gradient(self.forward, listed, self.scope.parameters)
+        return composite.objective_gradient(
+            self.forward, listed_items(items), self.scope.parameters
+        )
 
     def _scale(self) -> Matrices:
         """P; where it is missing, 1."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from alphatoken.certificate.expected import Entry, Expected
+from alphatoken.certificate.expected import Entry, Expected, listed_items
 from alphatoken.model.forward import evaluation_mode
 from alphatoken.model.protocol import find_adapter, is_users_own
 from alphatoken.oracle import composite, scope
 from alphatoken.oracle.gradients import Forward, batch_losses, trainable
 from alphatoken.oracle.run import moved_along
-from alphatoken.presets import WALK_RATE
+from alphatoken.support.precision import wide
 from alphatoken.support.progress import Tracker
 
 _ROUNDINGS = 4.0
@@ -80,11 +79,9 @@ class ExpectedWalk(Expected):
         forward, parameters = self._forward_of(twin), trainable(twin)
         draw = torch.Generator().manual_seed(0)
         # Weights in 16 bits step in float32 and are rounded for each forward.
-        stepped = {n: p.detach().to(_wide(p.dtype), copy=True) for n, p in parameters.items()}
-        rate = WALK_RATE if config.walk_learning_rate is None else config.walk_learning_rate
-        adamw = torch.optim.AdamW(stepped.values(), lr=rate, weight_decay=0.0)
-        one = isinstance(arguments.validation, (Mapping, composite.Pairs))
-        batches = [arguments.validation] if one else list(arguments.validation)
+        stepped = {n: p.detach().to(wide(p.dtype), copy=True) for n, p in parameters.items()}
+        adamw = torch.optim.AdamW(stepped.values(), lr=config.walk_rate, weight_decay=0.0)
+        batches = listed_items(arguments.validation)
         for number in range(config.walk_steps):
             tracker.report(number + (roundings > 0) * config.walk_steps)
             for parameter in parameters.values() if roundings else ():
@@ -117,7 +114,3 @@ class ExpectedWalk(Expected):
         twins |= {id(own): twin for own, twin in parameters}
         forward: Forward = copy.deepcopy(self.adapter, twins).forward
         return forward
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

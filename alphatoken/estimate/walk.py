@@ -37,7 +37,6 @@ from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.forward import draws, evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.sharding import Sharding
-from alphatoken.presets import WALK_RATE
 from alphatoken.support.precision import wide
 from alphatoken.support.progress import Tracker
 from alphatoken.values import TokenValues
@@ -113,7 +112,7 @@ def end_of_walk(inputs: DirectionInputs) -> dict[str, Tensor]:
     Warns where the mean loss of the validation rows has risen.
     """
     config, model, scored = inputs.config, inputs.adapter.model, inputs.scored
-    rate = WALK_RATE if config.walk_learning_rate is None else config.walk_learning_rate
+    rate = config.walk_rate
     adamw = partial(torch.optim.AdamW, lr=rate, weight_decay=0.0)
     weights = walk(
         model,

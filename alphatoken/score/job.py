@@ -40,7 +40,6 @@ from alphatoken.data.split import check_draw, none_left, repeated_in
 from alphatoken.data.survey import Survey
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.protocol import find_adapter
-from alphatoken.presets import WALK_RATE
 from alphatoken.score.options import ScoreOptions
 from alphatoken.score.queries import encode_queries, query_rows, read_as
 from alphatoken.support.progress import Tracker
@@ -407,7 +406,7 @@ def _options_in_force(config: ScorerConfig) -> dict[str, Any]:
         read.pop(name, None)
     if config.estimator == WALK:  # all that trains walks
         read |= {"layers": "all", "parameters": "all"}
-        read["walk_learning_rate"] = config.walk_learning_rate or WALK_RATE
+        read["walk_learning_rate"] = config.walk_rate
     return read
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from alphatoken import train
@@ -205,3 +206,18 @@ def finish(run: Run, resume: str | bool | None = None) -> None:
         assert mark.with_suffix(".done").exists(), (
             _text(mark, ".error") or f"exit code {process.exitcode}"
         )
+
+
+def two_processes_are_one(folder: Path, options: dict[str, Any]) -> None:
+    """A run of SFT by two processes is that by two micro-batches, up to the rounding of a sum."""
+    options = {**options, "max_steps": 3, "per_device_train_batch_size": 2, "save_steps": 3}
+    one = Run("sft", folder / "one", options={**options, "gradient_accumulation_steps": 2})
+    two = Run("sft", folder / "two", processes=2, options=options)
+    for each in (one, two):
+        finish(each)
+    first, second = (
+        load_file(each.out / "checkpoint-3" / "model.safetensors") for each in (one, two)
+    )
+    start = tiny.weights(tiny.model())
+    assert any(float((weight - start[name]).abs().max()) > 1e-3 for name, weight in first.items())
+    assert max(float((first[n] - second[n]).abs().max()) for n in first) < 1e-6

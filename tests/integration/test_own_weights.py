@@ -23,7 +23,7 @@ from alphatoken.errors import AlphaTokenError, ConfigError, DataError, InputErro
 from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer, AlphaTrainer
 from alphatoken.train.policies.own_weights import OwnWeights
 from tests.integration import tiny_training as tiny
-from tests.integration.killed_run import Run, finish
+from tests.integration.killed_run import Run, two_processes_are_one
 from tests.integration.small_world import World
 from tests.integration.tiny_training import furthest, losses, sums
 from tests.property.test_own_weights import chat_tokenizer
@@ -185,20 +185,8 @@ def test_rows_of_score_train_as_the_policy_that_made_them(world: World, tmp_path
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """Divided by weights and tokens of the whole step, up to the rounding of a sum."""
-    options = {
-        **SGD, "policy": "weights", "train_dataset": weighed_tokens(), "max_steps": 3,
-        "kept_normalization": "kept", "per_device_train_batch_size": 2, "save_steps": 3,
-    }  # fmt: skip
-    one = Run("sft", tmp_path / "one", options={**options, "gradient_accumulation_steps": 2})
-    two = Run("sft", tmp_path / "two", processes=2, options=options)
-    for each in (one, two):
-        finish(each)
-    first, second = (
-        load_file(each.out / "checkpoint-3" / "model.safetensors") for each in (one, two)
-    )
-    start = tiny.weights(tiny.model())
-    assert any(float((weight - start[name]).abs().max()) > 1e-3 for name, weight in first.items())
-    assert max(float((first[n] - second[n]).abs().max()) for n in first) < 1e-6
+    own = {"policy": "weights", "train_dataset": weighed_tokens(), "kept_normalization": "kept"}
+    two_processes_are_one(tmp_path, {**SGD, **own})
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from alphatoken_lab.methods.sstoken import prompt_attention, prompt_tokens
 from alphatoken_lab.methods.talr import TALR
 from tests.integration import policy_examples as examples
 from tests.integration import tiny_training as tiny
-from tests.integration.killed_run import Run, finish
+from tests.integration.killed_run import Run, two_processes_are_one
 from tests.integration.tiny_training import furthest, losses, model, options, sft_rows, weights
 from tests.places import nightly
 
@@ -197,20 +197,9 @@ def test_every_sft_policy_trains(
 @pytest.mark.slow
 def test_losses_of_a_step_are_ranked_over_two_processes(tmp_path: Path) -> None:
     """As over two micro-batches of one process, up to the rounding of a sum."""
-    options = {
-        **SGD, "policy": "loss-truncation", "train_dataset": tiny.tokenised(24), "max_steps": 3,
-        "per_device_train_batch_size": 2, "save_steps": 3,
-    }  # fmt: skip
-    one = Run("sft", tmp_path / "one", options={**options, "gradient_accumulation_steps": 2})
-    two = Run("sft", tmp_path / "two", processes=2, options=options)
-    for each in (one, two):
-        finish(each)
-    first, second = (
-        load_file(each.out / "checkpoint-3" / "model.safetensors") for each in (one, two)
-    )
-    start = tiny.weights(model())
-    assert any(float((weight - start[name]).abs().max()) > 1e-3 for name, weight in first.items())
-    assert max(float((first[n] - second[n]).abs().max()) for n in first) < 1e-6
+    rows = tiny.tokenised(24)
+    options = {**SGD, "policy": "loss-truncation", "train_dataset": rows}
+    two_processes_are_one(tmp_path, options)
 
 
 @pytest.mark.parametrize("valued", [False, True])
