@@ -451,6 +451,6 @@ PRESETS = (
         "walk-at-twice-its-rate",
         STEPS,
         "without a rate of its own a walk is longer than it is said to be",
-        ("estimate.walk.end_of_walk", "rate = WALK_RATE if", "rate = 2 * WALK_RATE if"),
+        ("estimate.walk.end_of_walk", "rate = config.walk_rate", "rate = 2 * config.walk_rate"),
     ),
 )
