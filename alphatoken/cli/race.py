@@ -16,6 +16,7 @@ from typing import Any
 
 from alphatoken.cli import training
 from alphatoken.cli.program import HELP_ALL
+from alphatoken.cli.training_options import RACE_FILES, missing_files
 from alphatoken.errors import ConfigError
 from alphatoken.presets import values_in_words
 from alphatoken.race.arms import ALL, Arm, read_arms
@@ -33,7 +34,7 @@ def run(words: Sequence[str]) -> int:
         print(training.help_text("race", words))
         return 0
     command = "dpo" if "--dpo" in words else "sft"
-    configuration, kind = training.trainer_of(command)
+    configuration, kind = training.trainer_of(command, words)
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.training_rows import check_rows
     from alphatoken.train.refusals import raise_first
@@ -67,10 +68,7 @@ def _refused(arguments: Any) -> Iterator[ConfigError]:
     from alphatoken.race.runner import refused_races
 
     yield from refused_races(arguments.training)
-    for name in ("choosing_file", "retention_file"):
-        path = getattr(arguments.race, name)
-        if path is not None and not Path(path).exists():
-            yield ConfigError(f"{name} does not exist", got=path, remedy="check the path")
+    yield from missing_files({name: getattr(arguments.race, name) for name in RACE_FILES})
 
 
 def _reader(by_arm: Mapping[str, Any]) -> Any:

@@ -82,7 +82,7 @@ def read_tokens(request: ShowRequest) -> tuple[list[TrainedTokens], Any]:
 
 
 def _arguments(request: ShowRequest, command: str) -> Any:
-    configuration, _ = trainer_of(command)
+    configuration, _ = trainer_of(command, request.words)
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.training_rows import check_rows
 

@@ -11,12 +11,20 @@ from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from alphatoken.cli.program import HELP_ALL, CommandParser, add_option, kinds_of, shorten_help
 from alphatoken.cli.recipes import accelerate_config, packaged_recipes
-from alphatoken.cli.training_options import RaceArguments, RowArguments, RunArguments
+from alphatoken.cli.training_options import (
+    FILES,
+    RACE_FILES,
+    RaceArguments,
+    RowArguments,
+    RunArguments,
+    missing_files,
+)
 from alphatoken.cli.value_options import say_preset
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.presets import values_in_words
@@ -69,13 +77,17 @@ def require_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
-def trainer_of(command: str) -> tuple[type[Any], type[Any]]:
+def trainer_of(command: str, words: Sequence[str] = ()) -> tuple[type[Any], type[Any]]:
     """Configuration and trainer of "sft" or "dpo".
 
     Raises:
-        ConfigError: their libraries are not installed.
+        ConfigError: their libraries are not installed, or a file that the words name is missing,
+            which is said before these libraries are loaded.
     """
     require_libraries()
+    pairs = {flag.removeprefix("--"): word for flag, word in pairwise(words)}
+    for missing in missing_files({n: pairs[n] for n in (*FILES, *RACE_FILES) if n in pairs}):
+        raise missing
     if command == "dpo":
         from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
 
@@ -89,7 +101,7 @@ def _run(command: str, words: Sequence[str]) -> int:
     if {"--help", "-h", HELP_ALL} & set(words):
         print(help_text(command, words))
         return 0
-    configuration, trainer = trainer_of(command)
+    configuration, trainer = trainer_of(command, words)
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.training_rows import check_rows
 

@@ -5,10 +5,12 @@ Nothing here imports TRL, so that ``--help`` is quick; ``arguments`` joins them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from alphatoken.errors import ConfigError
 from alphatoken.race.options import RaceConfig
 from alphatoken.score.options import (
     ColumnOptions,
@@ -20,6 +22,19 @@ from alphatoken.support.options import option, same_option
 
 SOURCES = ("train_file", "dataset_name", "datasets")
 """Options that name the training rows, of which one is given; the others are TRL's."""
+FILES = (
+    "train_file", "validation_file", "retention_data", "fisher_data", "fisher_file", "eval_data",
+)  # fmt: skip
+"""Options that name a file or folder which must be there."""
+RACE_FILES = ("choosing_file", "retention_file")
+"""Those of a race alone."""
+
+
+def missing_files(files: Mapping[str, str | None]) -> Iterator[ConfigError]:
+    """An error for each option of these that names a path where nothing is."""
+    for name, path in files.items():
+        if path is not None and not Path(path).exists():
+            yield ConfigError(f"{name} does not exist", got=path, remedy="check the path")
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 from alphatoken import FisherDrift
 from alphatoken.cli.arguments import Arguments
 from alphatoken.cli.race_rows import left_out_columns, read_choosing, rows_of_race
-from alphatoken.cli.training_options import SOURCES
+from alphatoken.cli.training_options import FILES, SOURCES, missing_files
 from alphatoken.data import (
     EncodeOptions,
     Example,
@@ -50,10 +50,6 @@ Item = Example | Pair
 """An example to train on; other rows are compared with its ``row``."""
 
 
-_FILES = ("train_file", "validation_file", "retention_data", "fisher_data", "fisher_file",
-          "eval_data")  # fmt: skip
-
-
 # --- what is refused before any row is read -------------------------------------------------------
 
 
@@ -82,10 +78,7 @@ def _refused_sources(arguments: Arguments) -> Iterator[ConfigError]:
             remedy="give train_file (a local file or folder), dataset_name (of the hub), or in a "
             "recipe datasets (TRL's mixture)",
         )
-    for name in _FILES:
-        path = getattr(data, name)
-        if path is not None and not Path(path).exists():
-            yield ConfigError(f"{name} does not exist", got=path, remedy="check the path")
+    yield from missing_files({name: getattr(data, name) for name in FILES})
     for name in ("dataset_streaming", "streaming"):
         if getattr(data, name):
             yield ConfigError(

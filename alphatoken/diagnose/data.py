@@ -102,7 +102,6 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     records = {name: [_record(name, one) for one in own] for name, own in scored.items()}
     tests = {name: compare(records, name, subject.seed) for name in MEASURES}
     answer = verdict(tests, len(groups[TRUSTED]))
-    race = race_command(subject.words, len(groups[JUDGED])) if subject.words else ""
     every = Table.of("data-rows", "Each row", [one for own in records.values() for one in own])
     ends = _ends(records[JUDGED], options.ends)
     return conclude(
@@ -120,9 +119,24 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "walk_learning_rate": config.walk_learning_rate,
             "level": LEVEL,
         },
-        next_command=race if answer != ALIKE else "",
+        next_command=next_command(answer, subject.words, len(groups[JUDGED])),
         mark=dict(zip((ALIKE, UNCLEAR, DIFFERENT), MARKS, strict=True))[answer],
         lists=_row_lists(subject, groups[JUDGED], scored[JUDGED], ends),
+    )
+
+
+def next_command(answer: str, words: str, rows: int) -> str:
+    """The command that does what the answer advises; "" where no command has named the rows.
+
+    >>> next_command(ALIKE, "--train_file rows.jsonl", 400)
+    'alphatoken sft --policy standard --train_file rows.jsonl'
+    """
+    if not words:
+        return ""
+    return (
+        f"alphatoken sft --policy standard {words}"
+        if answer == ALIKE
+        else race_command(words, rows)
     )
 
 

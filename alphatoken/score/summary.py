@@ -79,7 +79,7 @@ class ValueSummary:
 def summarise(
     examples: Iterable[ScoredExample],
     *,
-    sample: int = 40,
+    sample: int = 200,
     extremes: int = 15,
     seed: int = 0,
     texts: Callable[[Sequence[int]], list[str]] | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,12 +151,16 @@ def row_histogram(means: Sequence[float], trusted: Sequence[float] = ()) -> dict
     """Bars over the mean values of rows, and where zero and the trusted rows lie; None of no row.
 
     ``bars`` has (count, height in per cent, sign) of each of equally wide bins, ``zero`` and
-    ``marks`` are places from the left in per cent, None where 0 is outside.
+    ``marks`` are places from the left in per cent, None where 0 is outside. Trusted rows that lie
+    further out than half the width of the other rows stand at the end, and ``beyond`` counts them.
     """
     own, others = np.asarray(means, float), np.asarray(trusted, float)
     if not len(own):
         return None
-    low, high = (float(end([*own, *others])) for end in (min, max))
+    low, high = float(own.min()), float(own.max())
+    room = (high - low) / 2 or float(np.abs(others - low).max(initial=0.0))
+    within = np.clip(others, low - room, high + room)
+    low, high = min([low, *within.tolist()]), max([high, *within.tolist()])
     if low == high:
         low, high = low - 1.0, high + 1.0
     edges: NDArray[Any] = np.linspace(low, high, _BINS + 1)
@@ -178,7 +183,8 @@ def row_histogram(means: Sequence[float], trusted: Sequence[float] = ()) -> dict
             for count, middle in zip(counts, middles, strict=True)
         ],
         "zero": round(-100 * low / (high - low), 2) if low < 0 <= high else None,
-        "marks": [round(100 * float((x - low) / (high - low)), 2) for x in others],
+        "marks": [round(100 * float((x - low) / (high - low)), 2) for x in within],
+        "beyond": int((others != within).sum()),
     }
 
 
@@ -228,18 +234,20 @@ def shown_examples(
 ) -> tuple[list[dict[str, Any]], int]:
     """The examples as the page's script reads them, and the tokens left out of long ones.
 
-    Components ``keys`` only; as many examples as fit the cap, the first one in any case.
+    Components ``keys`` only; as many examples as fit the cap, at least one. Where not all fit, they
+    are taken in a random order of a fixed seed, so that the end of a file is shown as well.
     """
-    shown: list[dict[str, Any]] = []
+    shown: dict[int, dict[str, Any]] = {}
     room, left_out = MOST_TOKENS, 0
-    for example in sample:
+    for place in random.Random(0).sample(range(len(sample)), len(sample)):
+        example = sample[place]
         start, end = window(example)
         if shown and end - start > room:
             break
         room -= end - start
         left_out += len(example.tokens) - (end - start)
-        shown.append(shown_example(example, start, end, keys) | row_facts(example))
-    return shown, left_out
+        shown[place] = shown_example(example, start, end, keys) | row_facts(example)
+    return [shown[place] for place in sorted(shown)], left_out
 
 
 def window(

@@ -57,6 +57,21 @@ def test_help_needs_no_torch() -> None:
     assert max(map(len, lines)) <= 100
 
 
+def test_a_missing_file_is_said_before_anything_heavy_is_loaded() -> None:
+    """Of the commands that train, whose libraries take seconds to load."""
+    code = (
+        "import sys\nfrom alphatoken.cli import main\n"
+        "words = ['--model_name_or_path', 'M', '--train_file', 'no.jsonl']\n"
+        "for command in ('sft', 'dpo', 'race'):\n"
+        "    assert main([command, *words]) == 2, command\n"
+        "heavy = {'transformers', 'trl', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("train_file does not exist. Got: no.jsonl") == 3
+
+
 def test_every_name_of_the_facade_is_there_in_every_way() -> None:
     import alphatoken
 

@@ -159,6 +159,9 @@ def test_long_sequences_and_many_are_capped() -> None:
     several, _ = shown_examples(many(600), ["total"])
     assert sum(len(one["tokens"]) for one in several) <= MOST_TOKENS
     assert 300 < len(several) < 600
+    rows = [one["row"] for one in several]
+    assert rows == sorted(rows), "in the order of the file"
+    assert rows[-1] > 590, "its end too"
 
 
 def test_rows_of_either_end_and_the_kinds_of_all_tokens() -> None:
@@ -196,6 +199,12 @@ def test_a_histogram_parts_the_signs_and_marks_the_trusted_rows() -> None:
     assert drawn["marks"][0] == drawn["zero"]
     assert drawn["low"] <= -3 < 2 <= drawn["high"]
     assert max(height for _, height, _ in drawn["bars"]) == 100
+    assert drawn["beyond"] == 0
+    far = row_histogram([-1.0, 0.0, 1.0], [9.0, 0.5])
+    assert far is not None
+    assert far["beyond"] == 1
+    assert far["marks"][0] > far["marks"][1]
+    assert 2 <= far["high"] < 2.2, "one far row does not press the others together"
     assert row_histogram([]) is None
     flat = row_histogram([2.0, 2.0])
     assert flat is not None

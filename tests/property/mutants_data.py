@@ -299,6 +299,9 @@ VERDICTS = (
     row("look-alike-beside-few-trusted-rows", UNCLEAR,
         "rows are said to look alike where half of them could be of another kind",
         ("diagnose.data.verdict", "if apart or unseen > MOST_UNSEEN", "if apart")),
+    row("race-where-rows-look-alike", VERDICT,
+        "the next command is a race where the verdict says to train on everything",
+        ("diagnose.data.next_command", "if answer == ALIKE", "if answer != ALIKE")),
 )  # fmt: skip
 
 

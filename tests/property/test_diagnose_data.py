@@ -324,7 +324,7 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     found = data.diagnose(subject(train=alike[:18], validation=alike[18:], words=words))
     assert found.conclusion.startswith("Your rows look like the trusted ones (p = ")
     assert "train on everything" in found.conclusion
-    assert found.next_command == ""
+    assert found.next_command == f"alphatoken sft --policy standard {words}"
     # Two tokens in turn: a walk on such rows helps other such rows, and no others.
     other = [
         Example(row.row, [5 + n % 5, 5 + n // 5, 3, 4, 3, 4, 3], [-100, -100, 3, 4, 3, 4, 3])
