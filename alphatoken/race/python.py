@@ -43,7 +43,7 @@ def race(
     config: RaceConfig | None = None,
     *,
     train_dataset: Any,
-    validation_dataset: Any,
+    validation_dataset: Any = None,
     choosing_dataset: Any = None,
     retention_rows: Any = None,
     resume: bool = False,
@@ -63,6 +63,7 @@ def race(
             them, and no other.
         validation_dataset: trusted rows of the target: those that the arms value against, and,
             without ``choosing_dataset``, the choosing rows, which are set aside by ``value_seed``.
+            May be left out beside ``choosing_dataset`` where no arm reads values.
         choosing_dataset: rows on which the arms are compared, none of which any arm sees.
         retention_rows: rows of what the model knew before: a second column at each look.
         resume: go on with the race of ``output_dir``, if there is one.
@@ -86,7 +87,15 @@ def race(
     arms = read_arms(config.arms)
     configurations = {arm.name: replace(args, **arm.options) for arm in arms}
     train_dataset = as_dataset(train_dataset, "training")
-    validation_dataset = as_dataset(validation_dataset, "validation")
+    if validation_dataset is not None:
+        validation_dataset = as_dataset(validation_dataset, "validation")
+    elif choosing_dataset is None:
+        raise ConfigError(
+            "a race needs rows to choose by",
+            got="neither validation_dataset nor choosing_dataset",
+            why="its arms are compared on trusted rows that none of them has seen",
+            remedy="validation_dataset=..., of which a part is set aside, or choosing_dataset=...",
+        )
     weighed = reads_weights(configurations)
     train = {arm.name: _train_rows(train_dataset, arm) for arm in arms}
     for name in train.keys() - weighed if weighed else ():
@@ -98,7 +107,8 @@ def race(
         )
     else:
         choosing_dataset = as_dataset(choosing_dataset, "choosing")
-        validation_dataset = _without_leaks(validation_dataset, choosing_dataset, text_field)
+        if validation_dataset is not None:
+            validation_dataset = _without_leaks(validation_dataset, choosing_dataset, text_field)
     own = {name: arguments.pop(name) for name in _DATASETS & arguments.keys()}
     datasets = {"validation_dataset": validation_dataset, **own}
     check_arms(configurations, {**datasets, "choosing_dataset": choosing_dataset})

@@ -323,12 +323,31 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     pages.filters |= {"visible": visible, "number": number, "address": _address}
+    pages.filters["setting"] = setting_text
     return pages
 
 
 def parts() -> Any:
     """The macros for parts of a page."""
     return environment().get_template("parts.html.j2").module
+
+
+def setting_text(value: object) -> str:
+    """The value of an option as a person would write it; what is empty inside another is left out.
+
+    >>> setting_text({"prompt": "q", "messages": None, "roles": ["user", "tool"], "chat": True})
+    'prompt: q; roles: user, tool; chat: yes'
+    >>> setting_text(None), setting_text([]), setting_text(0.05)
+    ('none', 'none', '0.05')
+    """
+    if isinstance(value, Mapping):
+        inner = {key: one for key, one in value.items() if one not in (None, "", [], (), {})}
+        return "; ".join(f"{key}: {setting_text(one)}" for key, one in inner.items()) or "none"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return ", ".join(map(setting_text, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
 
 
 def anchor_of(text: str) -> str:

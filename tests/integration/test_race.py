@@ -255,6 +255,9 @@ def test_what_a_race_refuses_before_any_work(tmp_path: Path) -> None:
         ({"keep_retention": True}, ConfigError, "keep_retention needs retention rows"),
         ({"choosing_dataset": tiny.sft_rows(1, seed=9)}, InputError, "at least 2 choosing rows"),
         ({"choosing_dataset": world.validation}, DataError, "every validation row is a choosing"),
+        ({"choosing_dataset": None, "validation_dataset": None}, ConfigError, "rows to choose by"),
+        ({"validation_dataset": None, "arms": ["walk-80"]}, ConfigError,
+         "need a validation dataset"),
         ({"choosing_dataset": None, "validation_dataset": tiny.sft_rows(8)}, ConfigError,
          "too few trusted rows"),
         ({"arms": {"walk": {"policy": "top", "estimator": "walk"}},
@@ -312,6 +315,14 @@ def test_rows_of_another_text_column_are_split(tmp_path: Path) -> None:
     options = {"dataset_text_field": "content"}
     with pytest.raises(DataError, match="every validation row is a choosing row"):
         world.race(choosing_dataset=text[16:24], options=options, **rows)
+
+
+def test_arms_without_values_need_no_validation_rows(tmp_path: Path) -> None:
+    """Choosing rows alone suffice, and the race is the same as beside validation rows."""
+    world = World(tmp_path)
+    without = world.race("without", validation_dataset=None, stop_after_looks=True)
+    beside = world.race("beside", stop_after_looks=True)
+    assert without.outcome == beside.outcome
 
 
 def test_few_choosing_rows_are_warned_of(tmp_path: Path) -> None:
