@@ -30,7 +30,7 @@ class ModelOptions:
 
     model_name_or_path: str = option(help="model folder or hub name")
     adapter: str | None = option(None, "folder of a LoRA adapter to load onto it (peft)")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = option(
         "auto", "dtype of the model's weights"
     )
     device: str = option("auto", "device of the model (default: cuda if there is one, else cpu)")

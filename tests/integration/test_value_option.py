@@ -51,6 +51,21 @@ def test_score_writes_the_values_of_the_research_options(
     assert any(np.any(one.values["total"]) for one in load(tmp_path / "named"))
 
 
+def test_exact_values_in_float64_take_forward_mode(world: World, tmp_path: Path) -> None:
+    """From the shell as in Python: no error of differences is left, and the values are the same."""
+    errors, rows = {}, {}
+    for dtype in ("float32", "float64"):
+        folder = tmp_path / dtype
+        words = {"value": "exact", "limit": 4, "dtype": dtype}
+        assert world.score(folder, "--no_report", **words) == 0
+        errors[dtype] = json.loads((folder / "summary.json").read_text())["values"]["derivatives"]
+        rows[dtype] = [one.values["total"][one.response] for one in load(folder)]
+    assert errors["float64"] == {"forward_mode": 0.0}
+    assert errors["float32"] != errors["float64"]
+    for one, other in zip(*rows.values(), strict=True):
+        assert np.allclose(one, other, rtol=0, atol=1e-3 * np.abs(other).max())
+
+
 def test_what_is_valued_is_said_before_any_work(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
