@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,9 @@ def run(options: FisherOptions) -> None:
     if options.checkpoint is not None:
         Path(options.checkpoint).unlink(missing_ok=True)  # not before its result is on disk
     print(f"Fisher of {options.samples} samples on {len(used)} prompts: {options.output_file}")
+    words = ["--model_name_or_path", options.model_name_or_path]
+    words += ["--fisher_file", options.output_file, "--retention", options.structure]
+    print(f"next: alphatoken sft {shlex.join(words)} --train_file ROWS --validation_file TRUSTED")
 
 
 Prompts = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]

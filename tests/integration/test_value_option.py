@@ -19,8 +19,10 @@ from alphatoken.config import ValueOptions
 from alphatoken.errors import ConfigError
 from alphatoken.presets import written_options
 from alphatoken.score.job import require_trained_layers
+from alphatoken.score.values import read_values
 from alphatoken.support.storage import open_line
 from alphatoken.train.dpo import AlphaDPOConfig
+from alphatoken.train.records import VALUES
 from alphatoken.train.sft import AlphaSFTConfig
 from tests.integration.small_world import World, flags
 from tests.integration.test_cli import load, same
@@ -316,3 +318,17 @@ def test_a_result_ends_with_what_opens_it_and_the_next_command(
         str(world / "train.jsonl"), str(world / "validation.jsonl")
     )  # fmt: skip
     assert options.train_limit == 4
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker"])
+def test_the_next_command_of_a_fisher_trains_with_it(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], structure: str
+) -> None:
+    assert world.fit(tmp_path / "fisher.safetensors", structure=structure) == 0
+    *_, then = capsys.readouterr().out.splitlines()
+    words = shlex.split(then.removeprefix("next: alphatoken "))
+    files = {"ROWS": world / "train.jsonl", "TRUSTED": world / "validation.jsonl"}
+    words = [str(files.get(word, word)) for word in words]
+    words += ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--use_cpu"]
+    assert main([*words, "--bf16", "false", "--validation_batch_size", "4"]) == 0
+    assert any(np.any(one.values["stability"]) for one in read_values(tmp_path / "out" / VALUES))
