@@ -25,7 +25,7 @@ import numpy as np
 from alphatoken.config import WALK
 from alphatoken.data import Example
 from alphatoken.diagnose import CheckedOptions
-from alphatoken.diagnose.diagnosis import MARKS, Diagnosis, Table
+from alphatoken.diagnose.diagnosis import DOUBTFUL, GOOD, Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
 from alphatoken.diagnose.statistics import (
     FEWEST,
@@ -120,7 +120,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "level": LEVEL,
         },
         next_command=next_command(answer, subject.words, len(groups[JUDGED])),
-        mark=dict(zip((ALIKE, UNCLEAR, DIFFERENT), MARKS, strict=True))[answer],
+        mark=GOOD if answer == ALIKE else DOUBTFUL,  # rows that differ need not be bad
         lists=_row_lists(subject, groups[JUDGED], scored[JUDGED], ends),
     )
 

@@ -197,4 +197,5 @@ def test_browser_draws_the_rows_of_each_query(paged: Path, tmp_path: Path) -> No
         label = browser.evaluate("document.activeElement.getAttribute('aria-label')")
         assert re.search(r": [+\u2212]?[0-9.]+", label)
         browser.begins_with(".scale", "[id$=raise] .tok", "[id$=lower] .tok", widths=[1280])
+        browser.begins_with(".scale", "[id$=raise] .tok", widths=[420])
         assert not browser.errors

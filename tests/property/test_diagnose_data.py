@@ -325,6 +325,7 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     assert found.conclusion.startswith("Your rows look like the trusted ones (p = ")
     assert "train on everything" in found.conclusion
     assert found.next_command == f"alphatoken sft --policy standard {words}"
+    assert found.mark == "good"
     # Two tokens in turn: a walk on such rows helps other such rows, and no others.
     other = [
         Example(row.row, [5 + n % 5, 5 + n // 5, 3, 4, 3, 4, 3], [-100, -100, 3, 4, 3, 4, 3])
@@ -333,6 +334,7 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     found = data.diagnose(subject(train=alike[8:28], validation=other, words=words))
     assert found.conclusion.startswith("Your rows differ from the trusted ones (p = ")
     assert found.next_command == data.race_command(words, 20)
+    assert found.mark == "doubtful", "rows of another task differ too, and are not bad"
     # In Python nobody has named any files.
     assert data.diagnose(subject(train=alike[8:28], validation=other)).next_command == ""
 
