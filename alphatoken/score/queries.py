@@ -27,7 +27,7 @@ from alphatoken.score.meaning import Meaning
 from alphatoken.score.page import Section, number, parts, render_page
 from alphatoken.score.summary import mean_of, worded
 from alphatoken.score.token_kinds import is_control
-from alphatoken.score.value_page import row_list, shown_example, window
+from alphatoken.score.value_page import row_list, shown_example, three_digits, window
 from alphatoken.score.values import LOSS, ScoredExample, query_key, responses
 from alphatoken.support.coloured import full_scale
 from alphatoken.support.storage import write_text
@@ -269,8 +269,8 @@ def _shown(
     start, end = window(example, _TOKENS, _PROMPT)
     count, length = int(example.response.sum()), len(example.ids)
     part = f"; tokens {start} to {end - 1} of {length} shown" if end - start < length else ""
-    loss = f"; loss {number(mean_of(example, LOSS))}" if LOSS in example.values else ""
-    said = f"sum {number(total, signed=True)} over {count} response tokens{loss}{part}"
+    loss = f"; loss {three_digits(mean_of(example, LOSS))}" if LOSS in example.values else ""
+    said = f"sum {three_digits(total, signed=True)} over {count} response tokens{loss}{part}"
     return shown_example(example, start, end, [key]) | {"kept": None, "said": said}
 
 

@@ -299,22 +299,22 @@ def row_facts(example: ScoredExample) -> dict[str, Any]:
         return {"said": "no response token", "mean": None, "negative": None}
     mean, negative = float(totals.mean()), float((totals < 0).mean())
     said = [
-        f"mean {_three(mean, signed=True)}",
-        f"sum {_three(float(totals.sum()), signed=True)}",
+        f"mean {three_digits(mean, signed=True)}",
+        f"sum {three_digits(float(totals.sum()), signed=True)}",
         f"{negative:.0%} below zero",
         f"{len(totals)} token{'s'[: len(totals) != 1]}",
     ]
     facts: dict[str, Any] = {"mean": mean, "negative": negative}
     if LOSS in example.values:
         facts["mean_loss"] = mean_of(example, LOSS)
-        said.insert(2, f"loss {_three(facts['mean_loss'])}")
+        said.insert(2, f"loss {three_digits(facts['mean_loss'])}")
     return facts | {"said": " \u00b7 ".join(said)}
 
 
-def _three(value: float, *, signed: bool = False) -> str:
+def three_digits(value: float, *, signed: bool = False) -> str:
     """Three digits, also where the last ones are 0: numbers below each other look alike.
 
-    >>> _three(-2.0, signed=True), _three(85.04), _three(0.0), _three(2.5e-7)
+    >>> three_digits(-2.0, signed=True), three_digits(85.04), three_digits(0.0), three_digits(2.5e-7)
     ('−2.00', '85.0', '0', '2.50e-07')
     """
     if not 1e-3 <= abs(value) < 1e3:
