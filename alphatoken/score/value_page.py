@@ -314,8 +314,8 @@ def row_facts(example: ScoredExample) -> dict[str, Any]:
 def three_digits(value: float, *, signed: bool = False) -> str:
     """Three digits, also where the last ones are 0: numbers below each other look alike.
 
-    >>> three_digits(-2.0, signed=True), three_digits(85.04), three_digits(0.0), three_digits(2.5e-7)
-    ('−2.00', '85.0', '0', '2.50e-07')
+    >>> three_digits(-2.0, signed=True), three_digits(85.04), three_digits(2.5e-7)
+    ('−2.00', '85.0', '2.50e-07')
     """
     if not 1e-3 <= abs(value) < 1e3:
         return number(value, signed=signed)
