@@ -88,6 +88,17 @@ class ValidationPool:
             rows += _order(self, epoch + 1)[: self.batch_size - len(rows)]
         return rows
 
+    def rows_from(self, step: int) -> tuple[int, ...]:
+        """Every drawn row once, from the place of the epoch where this step begins; pure too.
+
+        A walk takes many optimizer steps on validation rows at one step of the run, in this order.
+        """
+        if self.mode == "fixed":
+            return self.drawn
+        epoch, offset = divmod(step * self.batch_size, len(self.drawn))
+        order = _order(self, epoch)
+        return order[offset:] + order[:offset]
+
     @staticmethod
     def share_of(rows: Sequence[int], rank: int, world: int) -> tuple[int, ...]:
         """The part of ``rows`` that one of ``world`` processes works on: every ``world``-th row.

@@ -141,7 +141,7 @@ class Valuation:
 
     def _draw(self, pool: ValidationPool, rows: Sequence[dict[str, Any]], step: int) -> list[Any]:
         """Batches of a pool's rows at this step; those of the last draw where it has the same."""
-        chosen, before = pool.rows(step), self._drawn.get(id(pool))
+        chosen, before = self._chosen(pool, rows, step), self._drawn.get(id(pool))
         if before is not None and before[0] == chosen:
             return before[1]
         batches = self._batches(rows, chosen)
@@ -150,6 +150,17 @@ class Valuation:
         if all(isinstance(batch, LabelledBatch) for batch in batches):
             self._drawn[id(pool)] = chosen, batches
         return batches
+
+    def _chosen(
+        self, pool: ValidationPool, rows: Sequence[dict[str, Any]], step: int
+    ) -> Sequence[int]:
+        """Rows of a pool at this step: a batch; for a walk all that its own steps reach."""
+        size = None
+        if self._options.estimator == WALK and pool is self.pool:
+            size = self._rows_at_once(rows)
+        if size is None:
+            return pool.rows(step)
+        return pool.rows_from(step)[: self._options.walk_steps * size * self._ranks.world]
 
     def _rows_at_once(self, rows: Sequence[dict[str, Any]]) -> int | None:
         """Rows of one validation forward; None for all of a process, where nothing is known.

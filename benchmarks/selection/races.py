@@ -40,7 +40,7 @@ HELD_OUT = 1
 STEPS, LOOKS = 120, (20, 40)
 RESULTS = Path(__file__).with_name("results") / "races.json"
 _SHOWN = ("walk-80", "walk-rows")
-_WITH_ROWS = ("words", "mixed")
+_WITH_ROWS = ("mixed",)
 """Kinds of rows on which whole rows are raced too, in full: that arm values all rows first."""
 
 
