@@ -120,6 +120,32 @@ def _walked(kind: str, model: Any, rows: list[Any], adamw: Any) -> Any:
     return twin
 
 
+@pytest.mark.parametrize(
+    ("steps", "mode", "due"), [(3, "pool", 6), (24, "pool", 12), (24, "fixed", 6)]
+)
+def test_a_walk_of_a_run_takes_every_row_that_its_steps_reach(
+    tmp_path: Path, steps: int, mode: str, due: int
+) -> None:
+    """Two rows a step, of 12: each row once, not one draw of six again and again.
+
+    Under "fixed" the rows are the one batch of the whole run, as for any other estimator.
+    """
+    more = {**WALK, "walk_steps": steps, "validation_mode": mode, "max_steps": 1}
+    trainer = tiny.sft(tmp_path, **more)
+    trainer.train()
+    batches = trainer.valuation.scorer.estimator.inputs.validation
+    rows = [
+        tuple(ids[mask.bool()].tolist())
+        for batch in batches
+        for ids, mask in zip(batch.inputs["input_ids"], batch.inputs["attention_mask"], strict=True)
+    ]
+    given = {tuple(row["input_ids"]) for row in trainer.rows.validation}
+    assert len(given) == 12
+    assert {len(batch.labels) for batch in batches} == {2}
+    assert len(rows) == len(set(rows)) == due
+    assert set(rows) <= given
+
+
 @pytest.mark.parametrize("form", ["one_sided", pytest.param("central", marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_with_its_walk(tmp_path: Path, form: str) -> None:
     """The end of the walk is in the checkpoint: the same bits as a run that went through.

@@ -32,6 +32,14 @@ MASKS = claim(
 )  # fmt: skip
 DRAWS = claim(test_pool.test_draws_are_of_seed_step_micro_batch_and_process, tested=True)
 APART = claim(test_pool.test_retention_rows_are_drawn_apart_from_validation_rows, tested=True)
+SMALL_POOL = {"size": 9, "batch_size": 2, "mode": "pool", "held_out_share": 0.0, "seed": 1}
+WALK_ORDER = claim(
+    test_pool.test_a_walk_takes_every_drawn_row_once, SMALL_POOL, 1, examples=1, tested=True
+)
+WALK_ROWS = claim(
+    test_pool.test_a_walk_of_a_run_takes_no_row_again_before_all_are_taken,
+    SMALL_POOL, 1, 2, 2, 2, True, examples=1, tested=True,
+)  # fmt: skip
 
 
 @cache
@@ -238,6 +246,15 @@ TRAINERS = (
         "a step takes rows that the step before has taken",
         ("train.pool.ValidationPool.rows",
          "first = step * self.batch_size", "first = step * (self.batch_size - 1)")),
+    row("walk-of-one-draw", WALK_ROWS,
+        "a walk of a run takes all its steps on one draw of the trusted rows",
+        ("train.valuation.Valuation._chosen", "if size is None:", "if True:")),
+    row("walk-on-rows-of-one-process", WALK_ROWS,
+        "of several processes each takes its steps on few of the trusted rows",
+        ("train.valuation.Valuation._chosen", " * self._ranks.world]", "]")),
+    row("walk-order-turned", WALK_ORDER,
+        "a walk does not begin with the rows of its step",
+        ("train.pool.ValidationPool.rows_from", "order[offset:] + order[:offset]", "order")),
     row("ledger-unscaled", run_of(PAPER),
         "visits add up values without the scale",
         ("train.ledger.ValueLedger.add", "+= scale * block", "+= block")),

@@ -83,6 +83,20 @@ def test_held_out_rows_are_never_drawn(chosen: Settings) -> None:
         assert len(set(pool.rows(0))) == pool.batch_size
 
 
+@given(st.one_of(settings("pool"), settings("fixed")), st.integers(0, 60))
+def test_a_walk_takes_every_drawn_row_once(chosen: Settings, step: int) -> None:
+    """From the place where the step's own batch begins, up to the end of the epoch.
+
+    Proves: the rows of a walk in a run (exact), against the batches of the pool.
+    """
+    pool = ValidationPool(**chosen)
+    rows = pool.rows_from(step)
+    assert sorted(rows) == list(pool.drawn)
+    if pool.mode == "pool":
+        left = len(rows) - step * pool.batch_size % len(rows)  # of the epoch
+        assert rows[: min(left, pool.batch_size)] == pool.rows(step)[:left]
+
+
 def test_fixed_takes_all_rows_where_there_are_fewer() -> None:
     pool = ValidationPool(10, 32, held_out_share=0.2)
     assert len(pool.rows(3)) == 8
@@ -116,6 +130,33 @@ def test_shares_of_the_ranks_are_a_partition(rows: list[int], world: int) -> Non
     shares = [ValidationPool.share_of(rows, rank, world) for rank in range(world)]
     assert sorted(chain.from_iterable(shares)) == sorted(rows)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(
+    settings(), st.integers(0, 60), st.integers(1, 6), st.integers(1, 4), st.integers(1, 3),
+    st.booleans(),
+)  # fmt: skip
+def test_a_walk_of_a_run_takes_no_row_again_before_all_are_taken(
+    chosen: Settings, step: int, steps: int, size: int, world: int, walks: bool
+) -> None:
+    """``size`` rows a step on each process. Other estimators have the batch of the run's step.
+
+    Proves: the number of rows of a walk in a run (exact), against its steps.
+    """
+    pool = ValidationPool(**chosen)
+    options = {"estimator": "walk" if walks else "label", "walk_steps": steps}
+    valuation: Any = SimpleNamespace(
+        pool=pool,
+        _options=SimpleNamespace(**options),
+        _ranks=SimpleNamespace(world=world),
+        _rows_at_once=lambda rows: size,
+    )
+    rows = Valuation._chosen(valuation, pool, [], step)
+    assert len(set(rows)) == len(rows)
+    if walks:
+        assert len(rows) == min(len(pool.drawn), steps * size * world)
+    else:
+        assert rows == pool.rows(step)
 
 
 # --- draws of a run ------------------------------------------------------------------------------
