@@ -6,9 +6,11 @@
     s^2  = (R - 1) / R  sum_r (D_-r - mean D_-r)^2     squared standard error of D, by the jackknife
     D -+ t s,      t = the 1 - level / (2 K) quantile of Student's t with R - 1 degrees of freedom
 
-s is the standard error of a ratio: numerator and denominator vary over rows together. For rows of
-one length it is that of a mean. K counts all intervals of a race: looks x arms, twice as many with
-retention rows (Bonferroni). Of pairs n_r is 1 and a loss is that of the pair.
+Rows that share their prompt vary together, so they count as one row r: n_r is then the sum of
+their tokens, and l_r the mean over these. s is the standard error of a ratio: numerator and
+denominator vary over rows together. For rows of one length it is that of a mean. K counts all
+intervals of a race: looks x arms, twice as many with retention rows (Bonferroni). Of pairs n_r is 1
+before rows are joined, and a loss is that of the pair.
 
 At a look, an arm whose interval lies above 0 leaves. At the last look the arm with the lowest D
 among those whose interval lies below 0 wins; if there is none, ``all`` does.
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -68,10 +70,13 @@ class Column:
     Attributes:
         tokens: response tokens of each row; 1 for each pair.
         looks: losses of the arms that ran, look by look.
+        groups: a number for each row, the same for rows that count as one; None for rows that
+            each count.
     """
 
     tokens: Sequence[float]
     looks: Sequence[Losses]
+    groups: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ def difference(
     *,
     level: float,
     intervals: int,
+    groups: Sequence[int] | None = None,
 ) -> Difference:
     """The loss of an arm minus that of ``all``; see the module's text for the formula.
 
@@ -129,6 +135,7 @@ def difference(
         tokens: (R,) response tokens of each row.
         level: probability with which any of the intervals may miss, in (0, 1).
         intervals: how many are to hold together.
+        groups: (R,) a number for each row, the same for rows that count as one; None for none.
 
     Raises:
         InputError: lengths that differ, fewer than two rows, a row without tokens, a level out of
@@ -143,8 +150,11 @@ def difference(
             "level must lie in (0, 1), for at least one interval",
             got=f"{level!r}, {intervals!r}",
         )
-    rows, whole = len(counts), counts.sum()
     summed = counts * (ours - theirs)
+    if groups is not None:
+        counts, summed = (np.bincount(groups, weights=one) for one in (counts, summed))
+        _require_rows(len(counts))
+    rows, whole = len(counts), counts.sum()
     value = summed.sum() / whole
     without = (summed.sum() - summed) / (whole - counts)
     error = np.sqrt((rows - 1) / rows * ((without - without.mean()) ** 2).sum())
@@ -168,12 +178,7 @@ def _columns(
             "losses of two arms and tokens must be of the same rows",
             got=" and ".join(map(str, lengths)),
         )
-    if len(columns[0]) < FEWEST:
-        raise InputError(
-            f"a difference needs at least {FEWEST} rows",
-            got=str(len(columns[0])),
-            why="its standard error is over rows",
-        )
+    _require_rows(len(columns[0]))
     if not (columns[2] > 0).all() or not np.isfinite(columns[2]).all():
         raise InputError(
             "a choosing row has no response token",
@@ -186,6 +191,15 @@ def _columns(
             row = int(np.argmin(np.isfinite(losses)))
             raise NumericalError("a loss is not finite", got=f"{losses[row]} at row {row}")
     return columns[0], columns[1], columns[2]
+
+
+def _require_rows(count: int) -> None:
+    if count < FEWEST:
+        raise InputError(
+            f"a difference needs at least {FEWEST} rows of different prompts",
+            got=str(count),
+            why="its standard error is over rows",
+        )
 
 
 def decide(
@@ -236,11 +250,15 @@ def _differences(
     column: Column, look: int, arms: Sequence[str], level: float, intervals: int
 ) -> dict[str, Difference]:
     losses = column.looks[look]
-    return {
-        name: difference(losses[name], losses[ALL], column.tokens, level=level, intervals=intervals)
-        for name in arms
-        if name in losses
-    }
+    measured = partial(
+        difference,
+        base=losses[ALL],
+        tokens=column.tokens,
+        level=level,
+        intervals=intervals,
+        groups=column.groups,
+    )
+    return {name: measured(losses[name]) for name in arms if name in losses}
 
 
 def _winner(outcome: Outcome, looks: int, keep_retention: bool) -> str:

@@ -13,6 +13,7 @@ from alphatoken.diagnose.statistics import Estimate
 from alphatoken.errors import ConfigError
 from alphatoken.race.arms import ALL
 from alphatoken.race.decision import Difference
+from alphatoken.race.rows import counted_rows
 from alphatoken.race.runner import RaceResult, RaceState
 from alphatoken.score.page import (
     Section,
@@ -89,12 +90,12 @@ def write_race_page(path: Path, result: RaceResult, command: str = "") -> None:
         sections.append(Section("command", "To go on with the run", html=html))
     digests = {"rows", "start", "run"}
     settings = {n: _plain(value) for n, value in state.settings.items() if n not in digests}
-    counts = [f"{own['rows']} {name} rows" for name, own in state.settings["rows"].items()]
+    counts = [counted_rows(name, own) for name, own in state.settings["rows"].items()]
     page = render_page(
         "A race of short runs",
         verdict(result),
         sections,
-        rows=[f"{', '.join(counts)}, which no arm trains on or values against."],
+        rows=[f"{'; '.join(counts)}; which no arm trains on or values against."],
         settings=settings,
     )
     write_text(path, page)

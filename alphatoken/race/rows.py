@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alphatoken.errors import ConfigError
@@ -32,6 +32,40 @@ def choosing_numbers(rows: int, wanted: int | None, seed: int) -> tuple[list[int
         )
     chosen = set(random.Random(f"choosing rows {seed}").sample(range(rows), count))
     return sorted(chosen), [number for number in range(rows) if number not in chosen]
+
+
+def prompt_numbers(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """A number for each row of tokens, the same for rows that share their prompt.
+
+    The prompt is what comes before the first label, of a pair its own. A row without one has its
+    number in common with its copies alone.
+
+    >>> row = {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}
+    >>> prompt_numbers([row, {**row, "input_ids": [5, 6, 8]}, {"input_ids": [5], "labels": [5]}])
+    [0, 0, 1]
+    """
+    numbers: dict[tuple[int, ...], int] = {}
+    return [numbers.setdefault(_prompt(row), len(numbers)) for row in rows]
+
+
+def _prompt(row: Mapping[str, Any]) -> tuple[int, ...]:
+    if "prompt_ids" in row:
+        return tuple(row["prompt_ids"])
+    ids = tuple(row["input_ids"])
+    first = next((place for place, label in enumerate(row["labels"]) if label != -100), 0)
+    return ids[:first] if first > 1 else ids  # a start token alone is no prompt
+
+
+def counted_rows(name: str, facts: Mapping[str, Any]) -> str:
+    """How many rows there are, and of how many prompts where some share theirs.
+
+    >>> counted_rows("choosing", {"rows": 16, "prompts": 16})
+    '16 choosing rows'
+    """
+    counted = f"{facts['rows']} {name} rows"
+    if facts["prompts"] == facts["rows"]:
+        return counted
+    return f"{counted} of {facts['prompts']} prompts (rows of one prompt count as one)"
 
 
 def take(dataset: Any, numbers: Sequence[int]) -> Any:

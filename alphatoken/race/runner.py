@@ -42,6 +42,7 @@ from alphatoken.model.protocol import find_adapter
 from alphatoken.race.arms import ALL, CACHES, EARLIEST, Arm, looks_of, read_arms
 from alphatoken.race.decision import Column, Outcome, check_rows, decide
 from alphatoken.race.options import RaceConfig
+from alphatoken.race.rows import counted_rows, prompt_numbers
 from alphatoken.support.progress import is_first_process
 from alphatoken.support.resume import refuse_changes, refuse_other_run
 from alphatoken.support.storage import flush, read_json, write_json
@@ -71,6 +72,7 @@ class RaceState:
         settings: what a race that goes on must have in common with the one that began.
         tokens: column ("choosing", "retention") -> response tokens of each row; 1 for each pair;
             empty until an arm has been measured.
+        groups: column -> number of the prompt of each row.
         losses: step of a look -> arm -> column -> loss of each row, nats a token.
         failures: arm -> why its training ended before a look.
         seconds: arm -> time that it took up to the last look.
@@ -78,6 +80,7 @@ class RaceState:
 
     settings: dict[str, Any]
     tokens: dict[str, list[float]] = field(default_factory=dict)
+    groups: dict[str, list[int]] = field(default_factory=dict)
     losses: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -100,7 +103,7 @@ class RaceState:
                 {arm: own[name] for arm, own in self.losses[str(step)].items()}
                 for step in self.looks[:complete]
             ]
-            columns[name] = Column(self.tokens.get(name, ()), looks)
+            columns[name] = Column(self.tokens.get(name, ()), looks, self.groups.get(name))
         return decide(
             columns["choosing"],
             columns.get("retention"),
@@ -401,7 +404,7 @@ class Race:
         """Sentences on what the race will do: arms, looks, rows, and what it costs in steps."""
         state = self.state
         steps, looks, extra = state.steps, state.looks, (len(self.arms) - 1) * state.looks[-1]
-        rows = [f"{one['rows']} {name} rows" for name, one in state.settings["rows"].items()]
+        rows = [counted_rows(name, one) for name, one in state.settings["rows"].items()]
         lines = [
             f"race of {len(self.arms)} arms ({', '.join(self.arms)}): looks at step"
             f"{'s' * (len(looks) > 1)} {', '.join(map(str, looks))} of {steps}, on "
@@ -482,7 +485,7 @@ class Race:
                 remedy="torchrun without FSDP and DeepSpeed; or train the arms one by one",
             )
         rows = self._rows(trainer)
-        facts = {n: {"rows": len(own), "digest": dataset_digest(own)} for n, own in rows.items()}
+        facts = {name: _facts_of(own) for name, own in rows.items()}
         if self._state is None:
             self._state = self._new_state(trainer, facts)
         if not self._agreed:  # on what the first process has read, or made
@@ -532,7 +535,7 @@ class Race:
     def _new_state(self, trainer: Any, facts: dict[str, Any]) -> RaceState:
         """Of a trainer that has not begun: steps, looks and rows."""
         for name, own in facts.items():
-            check_rows(own["rows"], f"{name} rows")
+            check_rows(own["prompts"], f"{name} rows")
         steps = whole_run(trainer)
         looks = list(looks_of(steps, self._config.looks))
         own = {"looks": looks, "rows": facts, "start": _start(trainer), "run": trainer.run_facts()}
@@ -549,6 +552,7 @@ class Race:
         # Those of the first process on all of them: none may decide by other bits.
         columns = ranks.broadcast_object(columns)
         state.tokens = {name: tokens for name, (_, tokens) in columns.items()}
+        state.groups = {name: prompt_numbers(own) for name, own in rows.items()}
         losses = {name: own for name, (own, _) in columns.items()}
         state.losses.setdefault(str(step), {})[arm.name] = losses
         self._write()
@@ -597,6 +601,12 @@ def _read_state(path: Path) -> RaceState | None:
             remedy="--overwrite_output, or another folder",
         )
     return RaceState(**{name: content[name] for name in names})
+
+
+def _facts_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a race that goes on must find again of its choosing rows, or retention rows."""
+    prompts = len({*prompt_numbers(rows)})
+    return {"rows": len(rows), "prompts": prompts, "digest": dataset_digest(rows)}
 
 
 def whole_run(trainer: Any) -> int:

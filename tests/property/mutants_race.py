@@ -23,6 +23,14 @@ FISHER = claim(
     test_race_runs.test_a_fisher_is_read_by_the_arm_that_wants_it, "kept", examples=1, needs=NEEDS,
     tested=True,
 )  # fmt: skip
+COPIES = claim(
+    test_race_runs.test_copies_of_choosing_rows_add_no_certainty, False, examples=1, needs=NEEDS,
+    tested=True,
+)  # fmt: skip
+PROMPTS = claim(
+    test_race_decision.test_rows_of_one_prompt_are_one_row, 1, [0, 0, 0, 1, 2], examples=1,
+    tested=True,
+)  # fmt: skip
 LOOKS = claim(test_race_decision.test_looks_by_default_and_by_hand)
 
 
@@ -50,6 +58,12 @@ RACES = (
     row("error-of-a-ratio-without-its-covariance", _loops("TWO"),
         "the standard error of a difference takes the number of tokens for known",
         ("race.decision.difference", "/ (whole - counts)", "/ (whole - whole / rows)")),
+    row("copies-of-a-row-counted", COPIES,
+        "a choosing row that is given three times counts as three",
+        ("race.runner.RaceState.outcome", "self.groups.get(name)", "None")),
+    row("groups-of-a-race-mixed-up", PROMPTS,
+        "rows of one prompt are left out one by one",
+        ("race.decision.difference", "if groups is not None:", "if False:")),
     row("normal-for-students-t", (_loops("LATE"), TOGETHER),
         "intervals over sixteen rows are those over infinitely many",
         ("race.decision._quantile", "stats.t.ppf(probability, degrees)",

@@ -186,6 +186,38 @@ def test_race_against_loops(case: RaceCase) -> None:
                 assert (one.value, one.error, one.low, one.high) == pytest.approx(wanted, rel=1e-6)
 
 
+@given(st.integers(0, 99), st.lists(st.integers(0, 4), min_size=4, max_size=12))
+@example(0, [0, 1, 2, 3])
+@example(1, [0, 0, 0, 1, 2])
+def test_rows_of_one_prompt_are_one_row(seed: int, groups: list[int]) -> None:
+    """Their joint mean over tokens, left out together; and a copied row adds no certainty.
+
+    Proves: the standard error of a race over prompts (exact), against loops over joined rows.
+    """
+    generator, count = np.random.default_rng(seed), len(groups)
+    tokens = generator.integers(1, 40, count).astype(float)
+    base = generator.uniform(1, 3, count)
+    arm = base + generator.normal(0, 0.05, count)
+    numbers = [sorted(set(groups)).index(one) for one in groups]
+    if len(set(numbers)) < 2:
+        with pytest.raises(InputError, match="rows of different prompts"):
+            decision.difference(arm, base, tokens, level=0.05, intervals=2, groups=numbers)
+        return
+    joined: list[list[float]] = [[], [], []]
+    for number in sorted(set(numbers)):
+        mine = [place for place, own in enumerate(numbers) if own == number]
+        whole = sum(tokens[place] for place in mine)
+        for into, losses in zip(joined, (arm, base), strict=False):
+            into.append(sum(tokens[place] * losses[place] for place in mine) / whole)
+        joined[2].append(whole)
+    wanted = by_hand(joined[0], joined[1], joined[2], 0.05, 2)
+    found = decision.difference(arm, base, tokens, level=0.05, intervals=2, groups=numbers)
+    assert (found.value, found.error, found.low, found.high) == pytest.approx(wanted, rel=1e-6)
+    columns = [np.repeat(one, 3) for one in (arm, base, tokens, np.asarray(numbers))]
+    copied = decision.difference(*columns[:3], level=0.05, intervals=2, groups=columns[3])
+    assert (copied.value, copied.error) == pytest.approx((found.value, found.error), rel=1e-6)
+
+
 def test_what_the_examples_are_for() -> None:
     """Each of the cases above does what is said of it."""
     assert decided(EARLY) == ({}, None)

@@ -59,6 +59,27 @@ def test_the_winner_is_its_run_without_a_race(arm: str, peft: bool) -> None:
         assert not (small.folder / "race" / "arms").exists()
 
 
+@pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_copies_of_choosing_rows_add_no_certainty(pairs: bool) -> None:
+    """A file with each row three times decides as the file with each once, and says so.
+
+    Proves: the rows that a race counts (exact), against the same race without copies.
+    """
+    with world(pairs=pairs) as small:
+        once = small.race("once", stop_after_looks=True)
+        copies = [row for row in small.choosing for _ in range(3)]
+        thrice = small.race("thrice", choosing_dataset=copies, stop_after_looks=True)
+        facts = thrice.state.settings["rows"]["choosing"]
+        assert (facts["rows"], facts["prompts"]) == (24, 8)
+        page = (small.folder / "thrice" / "race.html").read_text()
+        assert "24 choosing rows of 8 prompts (rows of one prompt count as one)" in page
+    for one, other in zip(once.outcome.differences, thrice.outcome.differences, strict=True):
+        for arm, due in one.items():
+            found = other[arm]
+            assert (found.value, found.error) == pytest.approx((due.value, due.error), rel=1e-6)
+            assert (found.low, found.high) == pytest.approx((due.low, due.high), rel=1e-6)
+
+
 PACKED = {"packing": True, "max_length": 96, "gradient_accumulation_steps": 2}
 WEIGHTS = [
     pytest.param(*case, marks=() if index < 2 else pytest.mark.slow)
