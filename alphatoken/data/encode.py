@@ -147,6 +147,16 @@ class EncodeReport:
             self.notes[note] = self.notes.get(note, 0) + count
 
 
+def prompt_tokens(ids: Sequence[int], labels: Sequence[int]) -> tuple[int, ...]:
+    """The tokens before the first label; of a row without a prompt all of it.
+
+    >>> prompt_tokens([1, 5, 6, 7], [-100, -100, 6, 7]), prompt_tokens([1, 6], [-100, 6])
+    ((1, 5), (1, 6))
+    """
+    first = next((place for place, label in enumerate(labels) if label != IGNORE), 0)
+    return tuple(ids[:first] if first > 1 else ids)  # a start token alone is no prompt
+
+
 def encode_rows(
     rows: Sequence[Row],
     tokenizer: Any,

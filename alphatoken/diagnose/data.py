@@ -24,6 +24,7 @@ import numpy as np
 
 from alphatoken.config import WALK
 from alphatoken.data import Example
+from alphatoken.data.encode import prompt_tokens
 from alphatoken.diagnose import CheckedOptions
 from alphatoken.diagnose.diagnosis import DOUBTFUL, GOOD, Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
@@ -158,13 +159,35 @@ def race_command(words: str, rows: int) -> str:
 
 
 def halves(rows: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
-    """Split rows at random, each half in the order of the rows; the second has the odd one."""
-    order = np.random.default_rng(seed).permutation(len(rows))
-    first = set(order[: len(rows) // 2].tolist())
+    """Split rows at random, each half in the order of the rows; the second has the odd one.
+
+    Rows that share their prompt are in one half, the second where the first has no room for all.
+    """
+    of_prompt = list(_by_prompt(rows).values())
+    first: set[int] = set()
+    for number in np.random.default_rng(seed).permutation(len(of_prompt)).tolist():
+        if len(first) + len(of_prompt[number]) <= len(rows) // 2:
+            first.update(of_prompt[number])
     return (
         [row for place, row in enumerate(rows) if place in first],
         [row for place, row in enumerate(rows) if place not in first],
     )
+
+
+def _without_copies(rows: Sequence[Example]) -> dict[tuple[int, ...], Example]:
+    """Tokens -> the first row that has them: a copy tells no more than the row."""
+    distinct: dict[tuple[int, ...], Example] = {}
+    for row in rows:
+        distinct.setdefault(tuple(row.input_ids), row)
+    return distinct
+
+
+def _by_prompt(rows: Sequence[Example]) -> dict[tuple[int, ...], list[int]]:
+    """Prompt -> places of the rows that have it."""
+    places: dict[tuple[int, ...], list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(prompt_tokens(row.input_ids, row.labels), []).append(place)
+    return places
 
 
 def require_rows(subject: Subject) -> None:
@@ -182,15 +205,39 @@ def _groups(subject: Subject) -> tuple[list[Example], dict[str, list[Example]], 
         [row for row in rows if row.response_tokens] for rows in (subject.train, subject.validation)
     )
     # A row on both sides would be compared with itself, and one that was walked on with the walk.
-    distinct: dict[tuple[int, ...], Example] = {}
-    for row in trusted:
-        distinct.setdefault(tuple(row.input_ids), row)
-    kept = list(distinct.values())
-    judged = [row for row in train if tuple(row.input_ids) not in distinct]
-    if len(kept) < FEWEST_TRUSTED:
+    distinct = _without_copies(trusted)
+    others = [row for row in train if tuple(row.input_ids) not in distinct]
+    kept, judged = list(distinct.values()), list(_without_copies(others).values())
+    _require_enough(kept, judged)
+    walked, reference = halves(kept, subject.seed)
+    left_out = {
+        "training rows have no response": len(subject.train) - len(train),
+        "training rows are trusted rows too": len(train) - len(others),
+        "training rows repeat another one": len(others) - len(judged),
+        "trusted rows have no response": len(subject.validation) - len(trusted),
+        "trusted rows repeat another one": len(trusted) - len(kept),
+    }
+    notes = [f"{count} {what} and are left out." for what, count in left_out.items() if count]
+    for name, rows in (("training", judged), ("reference", reference)):
+        if shared := len(rows) - len(_by_prompt(rows)):
+            notes.append(
+                f"{shared} {name} rows share the prompt of another one; the tests take them for "
+                "independent, so their p may be too small."
+            )
+    notes.append(
+        f"The walk was taken on {len(walked)} trusted rows; the other {len(reference)} are the "
+        "reference."
+    )
+    return walked, {JUDGED: judged, TRUSTED: reference}, notes
+
+
+def _require_enough(trusted: Sequence[Example], judged: Sequence[Example]) -> None:
+    prompts = len(_by_prompt(trusted))
+    if prompts < FEWEST_TRUSTED:
+        of_prompts = f", of {prompts} prompts" if prompts < len(trusted) else ""
         raise DataError(
             "there are too few trusted rows",
-            got=f"{len(kept)} different ones with a response",
+            got=f"{len(trusted)} different ones with a response{of_prompts}",
             why="half of them are walked on, and the rows are compared with the other half",
             remedy=f"a --validation_file of {FEWEST_TRUSTED} rows or more; 32 see smaller "
             "differences",
@@ -198,23 +245,10 @@ def _groups(subject: Subject) -> tuple[list[Example], dict[str, list[Example]], 
     if len(judged) < FEWEST:
         raise DataError(
             "there are too few rows to judge",
-            got=f"{len(judged)} with a response that are no trusted rows",
+            got=f"{len(judged)} different ones with a response that are no trusted rows",
             why=f"a test over fewer than {FEWEST} rows says little",
             remedy="a --train_file of more rows",
         )
-    walked, reference = halves(kept, subject.seed)
-    left_out = {
-        "training rows have no response": len(subject.train) - len(train),
-        "training rows are trusted rows too": len(train) - len(judged),
-        "trusted rows have no response": len(subject.validation) - len(trusted),
-        "trusted rows repeat another one": len(trusted) - len(kept),
-    }
-    notes = [f"{count} {what} and are left out." for what, count in left_out.items() if count]
-    notes.append(
-        f"The walk was taken on {len(walked)} trusted rows; the other {len(reference)} are the "
-        "reference."
-    )
-    return walked, {JUDGED: judged, TRUSTED: reference}, notes
 
 
 # --- values and losses ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from alphatoken.data.encode import prompt_tokens
 from alphatoken.errors import ConfigError
 from alphatoken.race.decision import FEW
 
@@ -51,9 +52,7 @@ def prompt_numbers(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 def _prompt(row: Mapping[str, Any]) -> tuple[int, ...]:
     if "prompt_ids" in row:
         return tuple(row["prompt_ids"])
-    ids = tuple(row["input_ids"])
-    first = next((place for place, label in enumerate(row["labels"]) if label != -100), 0)
-    return ids[:first] if first > 1 else ids  # a start token alone is no prompt
+    return prompt_tokens(row["input_ids"], row["labels"])
 
 
 def counted_rows(name: str, facts: Mapping[str, Any]) -> str:

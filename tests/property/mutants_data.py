@@ -241,6 +241,10 @@ WELCH = claim(
 )  # fmt: skip
 TWO_TESTS = claim(verdicts.test_two_tests_are_valid_together, examples=1)
 HALVES = claim(verdicts.test_halves_are_drawn_by_the_seed, examples=1)
+ONE_HALF = claim(
+    verdicts.test_rows_of_one_prompt_are_in_one_half, [0, 1, 2, 3, 4, 5, 6, 7, 7, 7], 0,
+    examples=1, tested=True,
+)  # fmt: skip
 ROW_VALUES = claim(
     verdicts.test_each_row_has_its_value_and_loss_and_the_reference_was_not_walked_on, examples=1
 )
@@ -279,8 +283,15 @@ VERDICTS = (
         ("diagnose.data.together", "len(tests) * min", "min")),
     row("halves-without-a-draw", HALVES,
         "the first trusted rows of the file are always those that are walked on",
-        ("diagnose.data.halves", "set(order[: len(rows) // 2].tolist())",
-         "set(range(len(rows) // 2))")),
+        ("diagnose.data.halves",
+         "np.random.default_rng(seed).permutation(len(of_prompt)).tolist()",
+         "range(len(of_prompt))")),
+    row("prompt-in-both-halves", ONE_HALF,
+        "the walk is taken on other answers to the prompts of the reference",
+        ("diagnose.data.halves", "_by_prompt(rows).values()", "[[n] for n in range(len(rows))]")),
+    row("copies-of-a-row-judged", LEFT_OUT,
+        "a training row that is there ten times counts as ten",
+        ("diagnose.data._groups", "list(_without_copies(others).values())", "others")),
     row("reference-that-was-walked-on", ROW_VALUES,
         "rows are compared with the rows of the walk",
         ("diagnose.data._groups", "TRUSTED: reference}", "TRUSTED: walked}")),

@@ -227,6 +227,28 @@ def test_halves_are_drawn_by_the_seed() -> None:
     assert all(abs(often[place] / 400 - share) < 4 * error for place in range(9))
 
 
+@given(st.lists(st.integers(0, 9), min_size=8, max_size=24), st.integers(0, 50))
+@example([0, 1, 2, 3, 4, 5, 6, 7, 7, 7], 0)
+def test_rows_of_one_prompt_are_in_one_half(prompts: list[int], seed: int) -> None:
+    """Else the reference would have prompts whose answers the walk was taken on.
+
+    Proves: halves of rows that share prompts (exact), against their prompts.
+    """
+    rows = [
+        Example(row.row, [1, 2, prompt + 3, 4, place + 3], [-100, -100, -100, 4, place + 3])
+        for place, (prompt, row) in enumerate(
+            zip(prompts, drawn_rows([(2, 3)] * len(prompts)), strict=True)
+        )
+    ]
+    walked, reference = halves(rows, seed)
+    assert sorted([*walked, *reference], key=lambda row: row.input_ids[-1]) == rows
+    first, second = ({row.input_ids[2] - 3 for row in half} for half in (walked, reference))
+    assert first.isdisjoint(second)
+    assert len(walked) <= len(rows) // 2
+    left = len(rows) // 2 - len(walked)
+    assert all(prompts.count(prompt) > left for prompt in second), "one more would have had room"
+
+
 CONFIG = ScorerConfig("walk", walk_steps=3, walk_learning_rate=1e-2)
 TRAIN = drawn_rows([(2, 5), (3, 4), (2, 7)] * 6, seed=1)
 TRUSTED_ROWS = drawn_rows([(2, 4), (4, 6), (3, 2)] * 4, seed=2)
@@ -397,11 +419,12 @@ def test_too_few_trusted_rows_to_tell_is_an_answer_too() -> None:
 def test_rows_on_both_sides_and_rows_without_a_response_are_left_out_and_counted() -> None:
     """Proves: rows that are trusted are not judged (exact), against the rows without them."""
     silent = Example(TRAIN[0].row, [3, 4, 5], [-100] * 3)
-    train = [*TRAIN, *TRUSTED_ROWS[:2], silent]
+    train = [*TRAIN, *TRUSTED_ROWS[:2], silent, TRAIN[4], TRAIN[4]]
     found = data.diagnose(subject(train=train, validation=[*TRUSTED_ROWS, TRUSTED_ROWS[3]]))
     said = " ".join(found.notes)
     assert "2 training rows are trusted rows too and are left out." in said
     assert "1 training rows have no response and are left out." in said
+    assert "2 training rows repeat another one and are left out." in said
     assert "1 trusted rows repeat another one and are left out." in said
     assert "walk was taken on 6 trusted rows; the other 6 are the reference." in said
     groups = table_of(found)
@@ -413,7 +436,7 @@ def test_too_few_rows_are_refused() -> None:
         ({"validation": TRUSTED_ROWS[:7]}, "too few trusted rows.*7 different ones"),
         ({"validation": [TRUSTED_ROWS[0]] * 9}, "too few trusted rows.*1 different ones"),
         ({"train": TRAIN[:7]}, "too few rows to judge"),
-        ({"train": [*TRAIN[:7], *TRUSTED_ROWS]}, "too few rows to judge.*7 with a response"),
+        ({"train": [*TRAIN[:7], *TRUSTED_ROWS]}, "too few rows to judge.*7 different ones with a response"),
     ):
         with pytest.raises(DataError, match=cause):
             data.diagnose(subject(**changes))
