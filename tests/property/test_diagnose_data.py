@@ -436,7 +436,10 @@ def test_too_few_rows_are_refused() -> None:
         ({"validation": TRUSTED_ROWS[:7]}, "too few trusted rows.*7 different ones"),
         ({"validation": [TRUSTED_ROWS[0]] * 9}, "too few trusted rows.*1 different ones"),
         ({"train": TRAIN[:7]}, "too few rows to judge"),
-        ({"train": [*TRAIN[:7], *TRUSTED_ROWS]}, "too few rows to judge.*7 different ones with a response"),
+        (
+            {"train": [*TRAIN[:7], *TRUSTED_ROWS]},
+            "too few rows to judge.*7 different ones with a response",
+        ),
     ):
         with pytest.raises(DataError, match=cause):
             data.diagnose(subject(**changes))
