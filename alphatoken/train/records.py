@@ -249,7 +249,7 @@ class RunRecords:
     def _write(
         self, batch: MicroBatch, values: TokenValues, weights: Tensor, rate: float, step: int
     ) -> None:
-        scale = rate * batch.unit * undivided(batch, self._trainer.args.kept_normalization)
+        scale = rate * batch.step_unit * undivided(batch, self._trainer.args.kept_normalization)
         inputs = {**batch.inputs, "labels": batch.labels}
         self._ledger.add(inputs, batch.mask, values, weights, scale=scale, step=step)
 

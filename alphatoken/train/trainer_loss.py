@@ -74,6 +74,7 @@ class MicroBatch:
         plan: what the plan of its step decided for it.
         num_items: transformers' count of the tokens of the step's loss, or None.
         steps: micro-batches of its optimizer step.
+        processes: over which the step's gradient is averaged beside ``unit``.
         row_weights: (b, t) that the rows bring, where they are read.
     """
 
@@ -86,12 +87,18 @@ class MicroBatch:
     plan: MicroBatchPlan
     num_items: Any = None
     steps: int = 1
+    processes: int = 1
     row_weights: Tensor | None = field(default=None, repr=False)
 
     @property
     def unit(self) -> float:
         """Weight of one token's loss in the trainer's own loss, beside ``value_weights``."""
         return self.unit_of(self.loss_mask, self.num_items, self.steps)
+
+    @property
+    def step_unit(self) -> float:
+        """The same in the gradient that the optimizer gets."""
+        return self.unit / self.processes
 
 
 def undivided(batch: MicroBatch, kind: str) -> float:
@@ -226,6 +233,7 @@ class TrainerLoss:
             plan=plan,
             num_items=num_items,
             steps=int(self._trainer.current_gradient_accumulation_steps),
+            processes=self.processes(num_items),
             row_weights=row_weights,
         )
 
@@ -297,6 +305,12 @@ class TrainerLoss:
         # Without a count of the step each micro-batch is a mean, and the step a mean of them.
         share = 1 if num_items is not None else steps
         return 1.0 / (max(float(count), 1.0) * share)
+
+    def processes(self, num_items: Any) -> int:
+        """Processes whose mean the step's gradient is; 1 where the count is of all of them."""
+        # By such a count the trainers multiply their loss by the processes.
+        of_all = num_items is not None and self.args.average_tokens_across_devices
+        return 1 if of_all else self.ranks.world
 
     def step_scale(self, num_items: Any) -> float:
         """Factor from a micro-batch's gradient to an estimate of the whole step's."""

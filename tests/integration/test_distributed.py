@@ -24,6 +24,7 @@ from tests.integration.distributed.compare import (
     kept_of,
     nearly_same_decisions,
     same_decisions,
+    same_exports,
     same_weights,
 )
 from tests.integration.distributed.launch import WORLD, launch, saved
@@ -40,10 +41,10 @@ JOBS: dict[str, tuple[str, ...]] = {
     "single": ("values.values", "trainers.sft_global", "trainers.dpo_global", "trainers.sft_batch",
                "trainers.empty_batch", "trainers.sft_bf16", "trainers.masters",
                "trainers.experts_global", "trainers.label_global", "trainers.lora_global",
-               "trainers.empty_global", "trainers.frozen_global", *POLICIES),
+               "trainers.empty_global", "trainers.frozen_global", "exports.exports", *POLICIES),
     "ddp": ("parts.parts", "parts.selection", "values.values", "trainers.sft_global",
             "trainers.sft_batch", "trainers.empty_batch", "trainers.full_batch",
-            "refusals.refusals", *POLICIES),
+            "exports.exports", "refusals.refusals", *POLICIES),
     "fsdp2": ("parts.parts", "values.values", "trainers.sft_global", "trainers.resumed",
               "trainers.followed", "refusals.refusals", "trainers.sft_bf16",
               "trainers.label_global", "trainers.own_weights", "trainers.lora_global",
@@ -242,6 +243,34 @@ def test_a_process_without_a_response_token_does_not_hold_up_the_others(
     empty = [not b["mask"].any() for rank in ranks for b in rank[job]["decided"]]
     assert any(empty)
     assert not all(empty)
+
+
+@with_job("sft_global", "dpo_global")
+def test_exported_values_are_those_of_one_process(
+    runs: Callable[[str], Ranks], layout: str, job: str
+) -> None:
+    same_exports(runs("single")[0][job]["exported"], runs(layout)[0][job]["exported"])
+
+
+OWN = ("SFT, counts of each process", "plain, counts of each process")
+"""Kinds of run that weigh a token by the tokens on its process: not as one process does."""
+
+
+@with_job("exports")
+def test_exported_values_add_up_to_the_fall_of_the_validation_loss(
+    runs: Callable[[str], Ranks], layout: str
+) -> None:
+    """Of plain SGD, by whatever each process divides its loss; of pairs they are as in one process.
+
+    Pairs' values are per response token of the validation pairs, whose loss is per pair.
+    """
+    one, found = (runs(lay)[0]["exports"] for lay in ("single", layout))
+    for kind, run in found.items():
+        if kind not in OWN:
+            same_exports(one[kind]["exported"], run["exported"])
+        for each in (one[kind], run) if kind != "pairs" else ():
+            total = sum(float(values.sum()) for values in each["exported"].values())
+            assert each["fall"] == pytest.approx(total, rel=0.01), kind
 
 
 @with_job("resumed", "followed")

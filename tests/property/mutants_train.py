@@ -32,6 +32,13 @@ MASKS = claim(
 )  # fmt: skip
 DRAWS = claim(test_pool.test_draws_are_of_seed_step_micro_batch_and_process, tested=True)
 APART = claim(test_pool.test_retention_rows_are_drawn_apart_from_validation_rows, tested=True)
+UNCOUNTED, OWN_COUNT = (
+    claim(
+        test_pool.test_a_tokens_weight_in_a_step_is_its_part_of_the_mean_gradient,
+        [[2, 1], [3, 5]], counted, examples=1,
+    )
+    for counted in test_pool.COUNTED[:2]
+)  # fmt: skip
 SMALL_POOL = {"size": 9, "batch_size": 2, "mode": "pool", "held_out_share": 0.0, "seed": 1}
 WALK_ORDER = claim(
     test_pool.test_a_walk_takes_every_drawn_row_once, SMALL_POOL, 1, examples=1, tested=True
@@ -70,7 +77,14 @@ TRAINERS = (
         ("train.valuation.Valuation._step_weights", " * self.clip_factor", "")),
     row("ledger-without-the-tokens-weight", run_of(PAPER),
         "the ledger's scale is the learning rate alone",
-        ("train.records.RunRecords._write", "rate * batch.unit *", "rate *")),
+        ("train.records.RunRecords._write", "rate * batch.step_unit *", "rate *")),
+    row("ledger-of-each-process-by-itself", UNCOUNTED,
+        "the ledger takes a token's weight on its process for that in the step of all processes",
+        ("train.trainer_loss.TrainerLoss.processes", "else self.ranks.world", "else 1")),
+    row("a-count-of-each-process-taken-for-that-of-all", OWN_COUNT,
+        "the ledger takes every count of tokens for one of all processes",
+        ("train.trainer_loss.TrainerLoss.processes",
+         " and self.args.average_tokens_across_devices", "")),
     row("validation-gradient-in-bf16", run_of(PAPER),
         "G is summed up from gradients rounded to bfloat16",
         ("direction.objective.objective_sums",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -209,3 +210,48 @@ def test_retention_rows_are_drawn_apart_from_validation_rows() -> None:
 def test_too_few_rows_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="too small"):
         ValidationPool(**{"size": 10, "batch_size": 4, "held_out_share": 0.2, **arguments})
+
+
+# --- weights of a step ---------------------------------------------------------------------------
+
+COUNTED = ("no count", "counts of each process", "a count of all")
+
+
+@st.composite
+def token_counts(draw: st.DrawFn) -> list[list[int]]:
+    """Of each process's micro-batches, of which all have as many."""
+    micro_batches = draw(st.integers(1, 3))
+    own = st.lists(st.integers(1, 5), min_size=micro_batches, max_size=micro_batches)
+    return draw(st.lists(own, min_size=1, max_size=3))
+
+
+@given(token_counts(), st.sampled_from(COUNTED))
+def test_a_tokens_weight_in_a_step_is_its_part_of_the_mean_gradient(
+    sizes: list[list[int]], counted: str
+) -> None:
+    """Gradients are averaged over processes, whose micro-batches are of any sizes.
+
+    Proves: the weight of a token in a step of several processes (exact), against autograd.
+    """
+    step, world, every = torch.zeros(()), len(sizes), sum(map(sum, sizes))
+    found = []
+    for rank, own in enumerate(sizes):
+        count = {"no count": None, "counts of each process": sum(own)}.get(counted, every)
+        trainer: Any = SimpleNamespace(
+            args=SimpleNamespace(average_tokens_across_devices=counted != "counts of each process"),
+            accelerator=SimpleNamespace(process_index=rank, num_processes=world, device=None),
+            current_gradient_accumulation_steps=len(own),
+        )
+        for number, size in enumerate(own):
+            losses = torch.ones(size, requires_grad=True)
+            # As TRL and transformers divide it, and DistributedDataParallel adds it up.
+            loss = losses.mean() / len(own) if count is None else losses.sum() / count
+            step = step + (loss * world if counted == "a count of all" else loss) / world
+            labels = torch.ones(1, size + 1, dtype=torch.long)
+            inputs = {"input_ids": labels, "labels": labels}
+            plan = MicroBatchPlan(number)
+            found.append((losses, TrainerLoss(trainer, trainer).micro_batch(inputs, plan, count)))
+    step.backward()
+    for losses, batch in found:
+        assert losses.grad is not None
+        assert losses.grad.tolist() == pytest.approx([batch.step_unit] * len(losses), rel=1e-5)

@@ -66,6 +66,15 @@ def same_decisions(expected: Decided, found: Decided) -> None:
             assert abs(here - there) <= ROUNDING * scale
 
 
+def same_exports(expected: dict[Any, Tensor], found: dict[Any, Tensor]) -> None:
+    """The same documents, and the same values but for what rounding and differences leave."""
+    assert expected.keys() == found.keys()
+    most = max(float(values.abs().max()) for values in expected.values())
+    assert most > 0
+    for key, values in expected.items():
+        assert float((found[key] - values).abs().max()) <= 1e-3 * most, key
+
+
 def nearly_same_decisions(expected: Decided, found: Decided) -> None:
     """The same rows; values that agree but for bfloat16; tokens that differ at the threshold only.
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import DataCollatorForSeq2Seq
 
 from alphatoken.errors import ConfigError
+from alphatoken.score import read_values
 from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer, AlphaTrainer
 from alphatoken.train.distributed import needs_own_forward, sharding_of
+from alphatoken.train.records import VALUES
 from tests.integration import policy_examples
 from tests.integration.distributed.launch import CLIP, WORLD
 from tests.integration.distributed.worker import device_options, forget_precision
@@ -92,6 +94,16 @@ def parameters(trainer: Any) -> dict[str, Tensor]:
     return {n: sharding.full(n, p) for n, p in named.items()}
 
 
+def exported(trainer: Any) -> dict[tuple[Any, ...], Tensor]:
+    """(branch, tokens) -> values of the run's file; none on processes that do not write it."""
+    folder = Path(trainer.args.output_dir) / VALUES
+    found = {}
+    for one in read_values(folder) if trainer.args.should_save and folder.is_dir() else ():
+        assert one.visits is not None
+        found[one.visits.branch, tuple(one.ids)] = torch.tensor(one.values["total"])
+    return found
+
+
 def run(trainer: Any) -> dict[str, Any]:
     decided = watched(trainer)
     trainer.train()
@@ -102,6 +114,7 @@ def run(trainer: Any) -> dict[str, Any]:
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "history": history,
         "own_forward": needs_own_forward(trainer.accelerator, trainer.args),
+        "exported": exported(trainer),
     }
 
 
