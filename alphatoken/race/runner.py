@@ -43,7 +43,12 @@ from alphatoken.race.arms import ALL, CACHES, EARLIEST, Arm, looks_of, read_arms
 from alphatoken.race.decision import Column, Outcome, check_rows, decide
 from alphatoken.race.options import RaceConfig
 from alphatoken.support.progress import is_first_process
-from alphatoken.support.resume import refuse_changes, refuse_other_run
+from alphatoken.support.resume import (
+    adapter_settings,
+    changed_settings,
+    refuse_changes,
+    refuse_other_run,
+)
 from alphatoken.support.storage import flush, read_json, write_json
 from alphatoken.train.distributed import Ranks, cache_folder, layout
 from alphatoken.train.manifest import (
@@ -489,15 +494,23 @@ class Race:
             self._state = Ranks(trainer.accelerator).broadcast_object(self._state)
             self._agreed = True
         refuse_other_run({"rows": self.state.settings["rows"]}, {"rows": facts})
-        self._require_same_start(trainer, arm)
-        if arm.name == ALL:
+        if arm.name == ALL:  # first, since it names what differs
             self._require_same_run(trainer)
+        self._require_same_start(trainer, arm)
         trainer.args.max_steps = self.state.steps
         looks = _Looks(self.state.looks, partial(self._measure, trainer, arm, rows))
         trainer.add_callback(looks)
         return trainer, looks
 
     def _require_same_start(self, trainer: Any, arm: Arm) -> None:
+        adapters = self.state.settings["run"].get("adapters"), adapter_settings(trainer.model)
+        refuse_changes(
+            changed_settings(*({"adapters": one or None} for one in adapters)),
+            what=f"the arm '{arm.name}' has other adapters than the first one",
+            why="their losses would differ by more than what they train on",
+            remedy="the adapters that the race began with; of a function, one that makes the same "
+            "ones at each call",
+        )
         if _start(trainer) != self.state.settings["start"]:
             raise ConfigError(
                 "the arms do not begin at the same weights",
