@@ -164,6 +164,7 @@ def refused_races(args: Any) -> Iterator[ConfigError]:
         "load_best_model_at_end": "each stop would load the best checkpoint so far",
         "save_only_model": "no arm could go on from such a checkpoint",
         "auto_find_batch_size": "arms with other batches take other steps",
+        "ignore_data_skip": "an arm would train on the same rows again after each look",
         "resume_from_checkpoint": "arms begin at the model, and a race goes on with --resume "
         "(resume=True)",
     }

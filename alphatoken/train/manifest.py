@@ -298,7 +298,7 @@ _WATCHING = (
     "policy_cache", "project", "push_to_hub", "report_to", "restore_callback", "resume_from",
     "run_name", "save_",
     "skip_memory_metrics", "trackio_", "batch_eval_metrics", "per_device_eval", "prediction_loss",
-    "jit_mode", "enable_jit_checkpoint", "ignore_data_skip",
+    "jit_mode", "enable_jit_checkpoint",
 )  # fmt: skip
 _MACHINE = (
     "dataloader_multiprocessing", "dataloader_num_workers", "dataloader_in_order",
@@ -315,6 +315,9 @@ _ROUNDING = (
     "precompute_ref_batch_size", "remove_unused_columns", "tf32",
 )  # fmt: skip
 """Options that say how the same numbers are computed. (A Fisher is compared by itself.)"""
+_UNSKIPPED = "ignore_data_skip"
+"""A run that resumes with it trains again on rows that it has trained on. Only where it is True is
+it a fact: checkpoints without it go on."""
 _LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "alphatoken")
 """Libraries that a run's bits depend on."""
 
@@ -334,7 +337,10 @@ def run_options(args: Any) -> dict[str, Any]:
     # Every dataclass field of args counts unless it is known to be about logging, saving,
     # evaluation or the machine: a field added by a later library version takes part by itself.
     names = (name for name in names if not name.startswith(_WATCHING + _MACHINE))
-    return {name: plain_values(getattr(args, name, None)) for name in sorted(names)}
+    options = {name: plain_values(getattr(args, name, None)) for name in sorted(names)}
+    if not options.get(_UNSKIPPED):
+        options.pop(_UNSKIPPED, None)
+    return options
 
 
 def split_changes(

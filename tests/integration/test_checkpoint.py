@@ -564,6 +564,20 @@ def test_adapters_of_other_settings_are_refused(tmp_path: Path) -> None:
     other.trainer().train(resume_from_checkpoint=True, allow_changed=on_purpose)
 
 
+def test_rows_that_are_not_skipped_are_a_fact_of_the_run(tmp_path: Path) -> None:
+    """Only where they are not: earlier checkpoints say nothing of it."""
+    run = Run("plain", tmp_path, options={"max_steps": 2, "save_steps": 1})
+    trainer = run.trainer()
+    trainer.train()
+    assert "ignore_data_skip" not in trainer.run_facts()["options"]
+    start = str(run.out / "checkpoint-1")
+    again = replace(run, options={**run.options, "ignore_data_skip": True})
+    with pytest.raises(ConfigError, match="ignore_data_skip: None then, True now"):
+        again.trainer().train(resume_from_checkpoint=start)
+    again.trainer().train(resume_from_checkpoint=start, allow_changed=["ignore_data_skip"])
+    again.trainer().train(resume_from_checkpoint=True)  # which goes on as the run that it is
+
+
 def test_other_versions_are_said(run: Run) -> None:
     folder = run.out / "checkpoint-8"
     made = verify(folder)

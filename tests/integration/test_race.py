@@ -253,6 +253,7 @@ def test_what_a_race_refuses_before_any_work(tmp_path: Path) -> None:
                       "save_strategy": "steps", "save_steps": 2}}, ConfigError, "load_best"),
         ({"options": {"save_only_model": True}}, ConfigError, "save_only_model"),
         ({"options": {"auto_find_batch_size": True}}, ConfigError, "auto_find_batch_size"),
+        ({"options": {"ignore_data_skip": True}}, ConfigError, "ignore_data_skip"),
         ({"policy": Broken()}, ConfigError, "takes no policy"),
         ({"looks": [STEPS + 1]}, InputError, "over before the last look"),
         ({"keep_retention": True}, ConfigError, "keep_retention needs retention rows"),
