@@ -44,7 +44,12 @@ from alphatoken.race.decision import Column, Outcome, check_rows, decide
 from alphatoken.race.options import RaceConfig
 from alphatoken.race.rows import counted_rows, prompt_numbers
 from alphatoken.support.progress import is_first_process
-from alphatoken.support.resume import refuse_changes, refuse_other_run
+from alphatoken.support.resume import (
+    adapter_settings,
+    changed_settings,
+    refuse_changes,
+    refuse_other_run,
+)
 from alphatoken.support.storage import flush, read_json, write_json
 from alphatoken.train.distributed import Ranks, cache_folder, layout
 from alphatoken.train.manifest import (
@@ -162,6 +167,7 @@ def refused_races(args: Any) -> Iterator[ConfigError]:
         "load_best_model_at_end": "each stop would load the best checkpoint so far",
         "save_only_model": "no arm could go on from such a checkpoint",
         "auto_find_batch_size": "arms with other batches take other steps",
+        "ignore_data_skip": "an arm would train on the same rows again after each look",
         "resume_from_checkpoint": "arms begin at the model, and a race goes on with --resume "
         "(resume=True)",
     }
@@ -492,15 +498,23 @@ class Race:
             self._state = Ranks(trainer.accelerator).broadcast_object(self._state)
             self._agreed = True
         refuse_other_run({"rows": self.state.settings["rows"]}, {"rows": facts})
-        self._require_same_start(trainer, arm)
-        if arm.name == ALL:
+        if arm.name == ALL:  # first, since it names what differs
             self._require_same_run(trainer)
+        self._require_same_start(trainer, arm)
         trainer.args.max_steps = self.state.steps
         looks = _Looks(self.state.looks, partial(self._measure, trainer, arm, rows))
         trainer.add_callback(looks)
         return trainer, looks
 
     def _require_same_start(self, trainer: Any, arm: Arm) -> None:
+        adapters = self.state.settings["run"].get("adapters"), adapter_settings(trainer.model)
+        refuse_changes(
+            changed_settings(*({"adapters": one or None} for one in adapters)),
+            what=f"the arm '{arm.name}' has other adapters than the first one",
+            why="their losses would differ by more than what they train on",
+            remedy="the adapters that the race began with; of a function, one that makes the same "
+            "ones at each call",
+        )
         if _start(trainer) != self.state.settings["start"]:
             raise ConfigError(
                 "the arms do not begin at the same weights",

@@ -7,11 +7,13 @@ written by :func:`alphatoken.support.storage.replacing`, so that what a resumed 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,13 @@ TRAINING_RUN = "alphatoken-run.json"
 """What a training run writes about itself in its output folder."""
 
 _BLOCK = 1 << 20
+
+_NO_FUNCTION = (
+    "auto_mapping", "base_model_name_or_path", "corda_config", "inference_mode", "peft_version",
+    "revision", "runtime_config", "task_type", "tokenizer_name_or_path",
+)  # fmt: skip
+"""Settings of adapters that say where they are from and what they are for, not what they compute;
+of CorDA's, which name files, all is in the weights that a model begins at."""
 
 Changes = dict[str, tuple[Any, Any]]
 """Name of a setting that differs -> its value in the earlier run, and now."""
@@ -61,14 +70,14 @@ def tensor_digest(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     numbers: int | None = None,
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> str:
     """SHA-256 over names, dtypes, shapes and bytes; the same on any device.
 
     Args:
         tensors: names and tensors; the order counts.
         numbers: so many evenly spread numbers of each tensor, as float32, in place of its bytes.
-        metadata: counts as well.
+        metadata: counts as well, in any order of its names.
     """
     digest = hashlib.sha256()
     for name, tensor in tensors:
@@ -80,8 +89,9 @@ def tensor_digest(
 
 
 def weights_digest(model: nn.Module) -> str:
-    """:func:`tensor_digest` of all parameters and buffers."""
-    return tensor_digest([*model.named_parameters(), *model.named_buffers()])
+    """:func:`tensor_digest` of all parameters and buffers, and of how adapters enter."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return tensor_digest(tensors, metadata=adapter_settings(model) or None)
 
 
 def content_digest(parts: Iterable[Any]) -> str:
@@ -118,6 +128,40 @@ def _as_json(item: Any) -> Any:
 
 
 # --- settings -------------------------------------------------------------------------------------
+
+
+def plain_values(value: Any) -> Any:
+    """As JSON values: sets in the order of their texts, tables for dataclasses, names of others."""
+    if isinstance(value, Enum):
+        return plain_values(value.value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        unordered = isinstance(value, (set, frozenset))
+        return [plain_values(item) for item in (sorted(value, key=str) if unordered else value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain_values(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def adapter_settings(model: nn.Module) -> dict[str, Any]:
+    """Settings of a model's PEFT adapters on which its function depends; empty where it has none.
+
+    Weights do not show them: a LoRA's factors are the same under any ``lora_alpha``. A setting has
+    its own name, and that of its adapter before it where there is another one.
+    """
+    # Of a model inside another module, too.
+    tables = (getattr(module, "peft_config", None) for module in model.modules())
+    adapters: Mapping[str, Any] = next((one for one in tables if isinstance(one, Mapping)), {})
+    settings = {}
+    for adapter in sorted(adapters):
+        before = "" if adapter == "default" or len(adapters) == 1 else f"{adapter}."
+        for name, value in plain_values(adapters[adapter]).items():
+            if name not in _NO_FUNCTION:
+                settings[f"{before}{name}"] = value
+    return settings
 
 
 def changed_settings(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:

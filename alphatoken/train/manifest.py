@@ -3,9 +3,9 @@
 A folder ``checkpoint-N`` counts only with a valid ``alphatoken.json``: the step, the run, the facts
 on which its result depends, and every file with its size and SHA-256. Whatever a crash, a full disk
 or an interrupted copy left behind is recognised and never resumed from. The facts are processes,
-trainer, options, data, frozen weights and versions of libraries. What differs is refused by name,
-or noted where the result changes by no more than rounding. Nothing here knows the trainer; one
-process calls it.
+trainer, options, adapters, data, frozen weights and versions of libraries. What differs is refused
+by name, or noted where the result changes by no more than rounding. Nothing here knows the trainer;
+one process calls it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from alphatoken.support.resume import (
     content_digest,
     describe_changes,
     file_digest,
+    plain_values,
     refuse_changes,
     tensor_digest,
 )
@@ -240,7 +240,7 @@ def policy_record(policy: TokenPolicy) -> dict[str, Any]:
     kind = type(policy)
     return {
         "class": f"{kind.__module__}:{kind.__qualname__}",
-        "options": _plain(policy.arguments().get("own", {})),
+        "options": plain_values(policy.arguments().get("own", {})),
         "settings": asdict(policy.settings),
     }
 
@@ -298,7 +298,7 @@ _WATCHING = (
     "policy_cache", "project", "push_to_hub", "report_to", "restore_callback", "resume_from",
     "run_name", "save_",
     "skip_memory_metrics", "trackio_", "batch_eval_metrics", "per_device_eval", "prediction_loss",
-    "jit_mode", "enable_jit_checkpoint", "ignore_data_skip",
+    "jit_mode", "enable_jit_checkpoint",
 )  # fmt: skip
 _MACHINE = (
     "dataloader_multiprocessing", "dataloader_num_workers", "dataloader_in_order",
@@ -315,6 +315,9 @@ _ROUNDING = (
     "precompute_ref_batch_size", "remove_unused_columns", "tf32",
 )  # fmt: skip
 """Options that say how the same numbers are computed. (A Fisher is compared by itself.)"""
+_UNSKIPPED = "ignore_data_skip"
+"""A run that resumes with it trains again on rows that it has trained on. Only where it is True is
+it a fact: checkpoints without it go on."""
 _LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "alphatoken")
 """Libraries that a run's bits depend on."""
 
@@ -334,22 +337,10 @@ def run_options(args: Any) -> dict[str, Any]:
     # Every dataclass field of args counts unless it is known to be about logging, saving,
     # evaluation or the machine: a field added by a later library version takes part by itself.
     names = (name for name in names if not name.startswith(_WATCHING + _MACHINE))
-    return {name: _plain(getattr(args, name, None)) for name in sorted(names)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        unordered = isinstance(value, (set, frozenset))
-        return [_plain(item) for item in (sorted(value, key=str) if unordered else value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    return getattr(value, "__qualname__", type(value).__qualname__)
+    options = {name: plain_values(getattr(args, name, None)) for name in sorted(names)}
+    if not options.get(_UNSKIPPED):
+        options.pop(_UNSKIPPED, None)
+    return options
 
 
 def split_changes(

@@ -34,6 +34,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torc
 from alphatoken.direction.drift import FisherDrift
 from alphatoken.errors import ConfigError, UnsupportedError
 from alphatoken.model.loading import model_name, unsaid
+from alphatoken.support.resume import adapter_settings
 from alphatoken.support.storage import write_text
 from alphatoken.train.checkpoint import STAGING, RunCheckpoints
 from alphatoken.train.distributed import (
@@ -321,8 +322,8 @@ class AlphaTrainerMixin(TrainerInterface):
 
         Raises:
             DataError: no complete checkpoint, or the one named is damaged.
-            ConfigError: another number of processes, or options, data or frozen weights that
-                differ; names each.
+            ConfigError: another number of processes, or options, adapters, data or frozen weights
+                that differ; names each.
         """
         self.remove_callback(RunCheckpoints)  # of an earlier call
         run = RunCheckpoints(self, self.run_facts() if self.args.should_save else None)
@@ -509,11 +510,13 @@ class AlphaTrainerMixin(TrainerInterface):
         }
 
     def run_facts(self) -> dict[str, Any]:
-        """All that the run's result depends on, as JSON values."""
+        """All that the run's result depends on, as JSON values; adapters where there are any."""
+        adapters = adapter_settings(self.model)
         return {
             "processes": self.args.world_size,
             "trainer": type(self).__name__,
             "options": run_options(self.args),
+            **({"adapters": adapters} if adapters else {}),
             "data": {name: dataset_digest(data) for name, data in self.alpha_data().items()},
             "frozen_weights": frozen_fingerprint(self.model),
             "reference_weights": self._reference_digest,

@@ -147,8 +147,8 @@ def fisher_settings(options: AlphaOptions) -> dict[str, Any]:
 def cache_key(model: nn.Module, prompts: Any, settings: dict[str, Any]) -> str:
     """SHA-256 over all that the fit depends on.
 
-    The class, all weights and buffers and which of them are trained; the prompts; the settings;
-    the versions of this library and of torch.
+    The class, all weights and buffers, which of them are trained and how adapters enter; the
+    prompts; the settings; the versions of this library and of torch.
     """
     inputs = {
         "model": type(model).__qualname__,

@@ -77,7 +77,8 @@ class Run:
         given |= {"ddp_backend": "gloo"} if self.processes > 1 else {}
         given |= self.options
         adapters = tiny.lora()
-        adapters.lora_dropout = given.pop("lora_dropout", 0.0)
+        for name in vars(adapters).keys() & given.keys():
+            setattr(adapters, name, given.pop(name))
         given["model"] = tiny.model(dropout=given.pop("dropout", 0.0))
         given["peft_config"] = adapters if self.peft else None
         rows = tiny.preference_rows if self.kind == "dpo" else tiny.sft_rows

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 from datasets import Dataset
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -551,6 +551,33 @@ def test_adapters_on_another_base_are_refused(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=True)
 
 
+def test_adapters_of_other_settings_are_refused(tmp_path: Path) -> None:
+    """The same factors under another scale are another function of the model."""
+    run = Run("plain", tmp_path, peft=True, options={"max_steps": 1, "save_steps": 1})
+    run.trainer().train()
+    run.trainer().train(resume_from_checkpoint=True)
+    other = replace(run, options={**run.options, "lora_alpha": 64, "use_rslora": True})
+    named = "lora_alpha: 8 then, 64 now; use_rslora: False then, True now"
+    with pytest.raises(ConfigError, match=f"differs in lora_alpha, use_rslora. Got: {named}"):
+        other.trainer().train(resume_from_checkpoint=True)
+    on_purpose = ["lora_alpha", "use_rslora"]
+    other.trainer().train(resume_from_checkpoint=True, allow_changed=on_purpose)
+
+
+def test_rows_that_are_not_skipped_are_a_fact_of_the_run(tmp_path: Path) -> None:
+    """Only where they are not: earlier checkpoints say nothing of it."""
+    run = Run("plain", tmp_path, options={"max_steps": 2, "save_steps": 1})
+    trainer = run.trainer()
+    trainer.train()
+    assert "ignore_data_skip" not in trainer.run_facts()["options"]
+    start = str(run.out / "checkpoint-1")
+    again = replace(run, options={**run.options, "ignore_data_skip": True})
+    with pytest.raises(ConfigError, match="ignore_data_skip: None then, True now"):
+        again.trainer().train(resume_from_checkpoint=start)
+    again.trainer().train(resume_from_checkpoint=start, allow_changed=["ignore_data_skip"])
+    again.trainer().train(resume_from_checkpoint=True)  # which goes on as the run that it is
+
+
 def test_other_versions_are_said(run: Run) -> None:
     folder = run.out / "checkpoint-8"
     made = verify(folder)
@@ -705,3 +732,23 @@ def test_options_are_plain_and_complete(tmp_path: Path) -> None:
     assert options == json.loads(json.dumps(options))
     assert {"policy", "keep_ratio", "learning_rate", "packing", "lr_scheduler_type"} <= set(options)
     assert not {"output_dir", "logging_steps", "save_steps", "report_to"} & set(options)
+
+
+def test_adapters_are_facts_in_what_they_compute(tmp_path: Path) -> None:
+    """By the names of their options; not where they come from, nor in which order sets came."""
+    trainer = Run("plain", tmp_path, peft=True).trainer()
+    facts = trainer.run_facts()["adapters"]
+    assert facts == json.loads(json.dumps(facts))
+    some = ("r", "lora_alpha", "target_modules", "peft_type")
+    assert [facts[name] for name in some] == [4, 8, ["down_proj", "q_proj", "v_proj"], "LORA"]
+    assert {"lora_dropout", "use_rslora", "use_dora", "init_lora_weights"} < facts.keys()
+    own = trainer.model.peft_config["default"]
+    own.base_model_name_or_path, own.inference_mode, own.task_type = "elsewhere", True, None
+    own.target_modules = ["v_proj", "q_proj", "down_proj"]
+    own.target_modules = set(own.target_modules)
+    assert trainer.run_facts()["adapters"] == facts
+    trainer.model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    both = trainer.run_facts()["adapters"]
+    assert both == {**facts, **{n: v for n, v in both.items() if n.startswith("second.")}}
+    assert both["second.r"] == 2
+    assert Run("plain", tmp_path).trainer().run_facts().keys().isdisjoint({"adapters"})

@@ -121,6 +121,20 @@ def test_key_depends_on_everything_that_the_fit_does() -> None:
     assert keys[0] == key(tiny.model(), value_seed=7, keep_ratio=0.3), "no part in the fit"
 
 
+def test_key_depends_on_how_adapters_enter() -> None:
+    """The same factors under another scale have another Fisher."""
+    from peft import LoraConfig, get_peft_model
+
+    def key(**more: Any) -> str:
+        torch.manual_seed(0)
+        model = get_peft_model(tiny.model(), LoraConfig(**{**tiny.LORA, **more}))
+        return cache_key(model, PROMPTS, fisher_settings(options()))
+
+    keys = [key(), key(lora_alpha=64), key(use_rslora=True)]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == key(peft_version="0.1")
+
+
 def test_a_damaged_entry_is_named(tmp_path: Path) -> None:
     fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path)
     (entry,) = tmp_path.glob("*.safetensors")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -204,18 +205,20 @@ def test_a_race_that_ended_with_its_verdict_goes_on(tmp_path: Path) -> None:
         ("learning_rate", {"options": {"learning_rate": 0.5}}),
         ("max_steps", {"options": {"max_steps": 2 * STEPS}}),
         ("train_dataset", {"train_dataset": tiny.sft_rows(24, seed=77)}),
+        ("lora_alpha", {"peft_config": LoraConfig(**{**tiny.LORA, "lora_alpha": 64})}),
+        ("r", {"peft_config": LoraConfig(**{**tiny.LORA, "r": 8})}),
     ],
 )
 def test_arms_that_have_not_begun_join_no_other_run(
     name: str, change: Any, tmp_path: Path, kill: Any
 ) -> None:
     """Killed after the first arm: the second has no checkpoint with which it would be compared."""
-    world = World(tmp_path)
+    world = World(tmp_path, peft="peft_config" in change)
     kill("before training_step", 3)
     with pytest.raises(Killed):
         world.race(looks=[2])
     kill.undo()
-    with declared("half"), pytest.raises(ConfigError, match=f"differs in {name}"):
+    with declared("half"), pytest.raises(ConfigError, match=rf"differs in {name}\."):
         world.race(looks=[2], resume=True, **change)
 
 
@@ -250,6 +253,7 @@ def test_what_a_race_refuses_before_any_work(tmp_path: Path) -> None:
                       "save_strategy": "steps", "save_steps": 2}}, ConfigError, "load_best"),
         ({"options": {"save_only_model": True}}, ConfigError, "save_only_model"),
         ({"options": {"auto_find_batch_size": True}}, ConfigError, "auto_find_batch_size"),
+        ({"options": {"ignore_data_skip": True}}, ConfigError, "ignore_data_skip"),
         ({"policy": Broken()}, ConfigError, "takes no policy"),
         ({"looks": [STEPS + 1]}, InputError, "over before the last look"),
         ({"keep_retention": True}, ConfigError, "keep_retention needs retention rows"),
@@ -285,6 +289,23 @@ def test_arms_begin_at_the_same_weights(tmp_path: Path) -> None:
         race(
             lambda: tiny.model(next(seeds)), world.args("race"), config,
             choosing_dataset=world.choosing, **arguments, **world.more,
+        )  # fmt: skip
+
+
+def test_arms_begin_with_the_same_adapters(tmp_path: Path) -> None:
+    """A function that makes adapters of another scale each time is found out."""
+    world, scales = World(tmp_path), iter(range(8, 99, 8))
+
+    def adapted() -> Any:
+        config = LoraConfig(**{**tiny.LORA, "lora_alpha": next(scales)})
+        return get_peft_model(tiny.model(), config)
+
+    arguments = {"train_dataset": world.train, "validation_dataset": world.validation}
+    config = RaceConfig(arms={"half": HALF}, looks=LOOKS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'half' has other adapters.*lora_alpha: 8 then, 16 now"):
+        race(
+            adapted, world.args("race"), config, choosing_dataset=world.choosing,
+            **arguments, **world.more,
         )  # fmt: skip
 
 

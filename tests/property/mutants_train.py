@@ -311,6 +311,12 @@ def _rowless(what: str, adapted: bool = False) -> Claim:
     return claim(check, what, adapted, examples=1, needs=NEEDS, tested=True)
 
 
+def adapters(case: str) -> Claim:
+    """Whether two models of the same weights are told apart by their adapters' settings."""
+    check = test_rules.test_settings_of_adapters_tell_models_apart
+    return claim(check, case, examples=1, needs=("peft",), tested=True)
+
+
 def resumed(case: str) -> Claim:
     """Whether a run goes on where one fact has changed."""
     check = test_rules.test_rounding_is_told_from_results
@@ -383,6 +389,24 @@ RULES = (
     row("processes-that-may-differ", resumed("two processes, on purpose"),
         "a run goes on with another number of processes",
         ("train.manifest.split_changes", ' or name == "processes"', "")),
+    row("adapters-in-no-digest", adapters("alpha"),
+        "what was fitted under another scale of a LoRA is taken from the cache",
+        ("support.resume.weights_digest", "metadata=adapter_settings(model) or None",
+         "metadata=None")),
+    row("adapters-in-every-digest", adapters("alpha"),
+        "models without adapters have other digests than their weights",
+        ("support.resume.weights_digest", "adapter_settings(model) or None",
+         "adapter_settings(model)")),
+    row("adapters-by-where-they-are-from", adapters("from elsewhere"),
+        "a run is refused since its model was copied to another folder",
+        ("support.resume.adapter_settings", "if name not in _NO_FUNCTION:", "if True:")),
+    row("adapters-inside-a-model-not-seen", adapters("alpha"),
+        "adapters of a model inside another module are no fact",
+        ("support.resume.adapter_settings", "model.modules()", "[model]")),
+    row("sets-as-they-come", adapters("a set in another order"),
+        "a run is refused since a set has another order in its process",
+        ("support.resume.plain_values", "sorted(value, key=str) if unordered else value",
+         "value")),
     row("reference-without-the-policys-rows", reference("a row too few"),
         "a reference is asked about tokens that it has no row for",
         ("train.reference.check_tokens", "if rows < count:", "if False:")),

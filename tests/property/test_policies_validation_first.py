@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from trl import SFTTrainer
 
 from alphatoken.errors import ConfigError
@@ -121,6 +122,16 @@ def test_it_has_two_dozen_steps_where_the_rows_allow(
     assert trained == [24, 3]
     made(tmp_path / "run", ValidationFirst(epochs=6.0, learning_rate=RATE))
     assert "by an earlier run" in capfd.readouterr().err
+
+
+def test_a_trained_start_is_of_its_adapters(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same factors under another scale are trained anew, in the folder that runs share."""
+    for number, scale in enumerate((8, 64, 8)):
+        config = LoraConfig(**{**tiny.LORA, "lora_alpha": scale})
+        made(tmp_path / str(number), ValidationFirst(epochs=1.0), peft_config=config)
+        assert ("by an earlier run" in capfd.readouterr().err) == (number == 2)
 
 
 @pytest.mark.slow

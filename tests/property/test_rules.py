@@ -139,6 +139,22 @@ REFERENCES: dict[str, tuple[int, int, str | None, str]] = {
 """Rows of reference and policy beyond the tokens, letters of the reference's tokenizer, refusal."""
 
 
+ADAPTERS: dict[str, tuple[dict[str, Any], bool]] = {
+    "alpha": ({"lora_alpha": 64}, True),
+    "scale by the root": ({"use_rslora": True}, True),
+    "dropout": ({"lora_dropout": 0.1}, True),
+    "modules": ({"target_modules": {"q_proj"}}, True),
+    "ranks of some": ({"rank_pattern": {"q_proj": 4}}, True),
+    "a set in another order": ({"layers_to_transform": {8, 0}}, False),
+    "from elsewhere": (
+        {"base_model_name_or_path": "b", "revision": "2", "peft_version": "1"},
+        False,
+    ),
+    "for another task": ({"task_type": None, "inference_mode": True}, False),
+}
+"""Settings of a LoRA that are other in a second model, and whether it computes something else."""
+
+
 def _two_rows(token: int) -> dict[str, Tensor]:
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, token, 8]])
     labels = torch.tensor([[-100, -100, 7, 8], [-100, -100, -100, 8]])
@@ -266,6 +282,35 @@ def test_rounding_is_told_from_results(name: str) -> None:
     manifest = import_module("alphatoken.train.manifest")
     refused, noted = manifest.split_changes(FACTS, {**FACTS, **changed}, allowed)
     assert (bool(refused), bool(noted)) == (done == "refused", done == "noted"), name
+
+
+@pytest.mark.parametrize("name", list(ADAPTERS))
+def test_settings_of_adapters_tell_models_apart(name: str) -> None:
+    """Two models of the same weights have other digests, and so other places in a cache, exactly
+    where their adapters compute something else; one without adapters has that of its weights.
+
+    Proves: settings of adapters tell models apart (exact), against numbers by hand.
+    """
+    need("peft")
+    from peft import LoraConfig
+
+    from alphatoken.support.resume import adapter_settings, tensor_digest, weights_digest
+
+    change, apart = ADAPTERS[name]
+    model = nn.Linear(2, 3)
+    tensors = list(model.named_parameters())
+    assert (adapter_settings(model), weights_digest(model)) == ({}, tensor_digest(tensors))
+    settings, digests = [], []
+    for more in ({}, change):
+        config = LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        for option, value in ({"layers_to_transform": {0, 8}} | more).items():
+            setattr(config, option, value)
+        model.peft_config = {"default": config}  # type: ignore[assignment]
+        settings.append(adapter_settings(nn.Sequential(model)))
+        digests.append(weights_digest(model))
+    differ = {n for n in settings[0] | settings[1] if settings[0].get(n) != settings[1].get(n)}
+    assert differ == (set(change) if apart else set()), f"{name}: {differ}"
+    assert len({tensor_digest(tensors), *digests}) == (3 if apart else 2), name
 
 
 @pytest.mark.parametrize("name", list(REFERENCES))

@@ -30,7 +30,7 @@ def weights_folder(stage: PolicyStage, kind: str, model: str, data: str, *settin
     Args:
         stage: its folder, and the trainer's options.
         kind: of training, the readable part of the name.
-        model: digest of the weights that it starts from.
+        model: digest of the weights that it starts from, and of how adapters enter.
         data: digest of its rows.
         *settings: what else it depends on, as JSON values.
     """
