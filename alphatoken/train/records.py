@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from alphatoken.config import WALK
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.loading import model_name, text_tokenizer
 from alphatoken.score.meaning import Meaning
@@ -42,9 +43,18 @@ from alphatoken.train.python_rows import plain_rows
 from alphatoken.train.trainer_loss import MicroBatch, undivided
 from alphatoken.values import TokenValues, derivative_notes
 
+_NUMBERS = "Numbers are the step size times the value, summed over the visits of a row."
 _LEAD = (
     "Blue: by its steps on this token the run lowered the validation loss, to first order. Orange: "
-    "it raised it. Numbers are the step size times the value, summed over the visits of a row."
+    "it raised it."
+)
+_LEAD_OF_PAIRS = (
+    "Blue: by its steps on this token the run lowered the loss of the validation pairs, to first "
+    "order and up to a factor common to all tokens. Orange: it raised it."
+)
+_LEAD_OF_WALK = (
+    "Blue: where the run trained on this token, a walk on the validation rows lowered the token's "
+    "loss. Orange: it raised it."
 )
 _RUN_UNIT = "step size times value"
 _SHOWN_OPTIONS = {
@@ -421,12 +431,20 @@ def write_run_report(
         folder / REPORT,
         summary,
         title=f"Values of the run {folder.resolve().name}",
-        meaning=Meaning(_LEAD, _RUN_UNIT),
+        meaning=_meaning_of(options),
         selection=summary.kept_tokens < summary.response_tokens,
         about=about,
         settings=options,
         notes=[f"Values are {UNIT}; stability counts with its lambda.", *notes],
     )
+
+
+def _meaning_of(options: Mapping[str, Any]) -> Meaning:
+    """What the colours of a run's page say, by its options."""
+    lead = _LEAD_OF_PAIRS if "beta" in options else _LEAD  # DPO's strength
+    if options.get("estimator") == WALK:
+        lead = _LEAD_OF_WALK
+    return Meaning(f"{lead} {_NUMBERS}", _RUN_UNIT)
 
 
 def _numbers(ids: Sequence[int]) -> list[str]:

@@ -27,7 +27,7 @@ from alphatoken.score import ScoredExample, Visits, read_values
 from alphatoken.train import records
 from alphatoken.train.ledger import COMPONENTS, UNIT, ValueLedger, row_documents
 from alphatoken.train.records import REPORT, export_values
-from tests.integration.tiny_training import sft, sft_rows
+from tests.integration.tiny_training import dpo, sft, sft_rows
 from tests.property.profiles import budget
 from tests.unhooked import unhooked
 
@@ -571,6 +571,23 @@ def test_the_sum_is_the_decrease_under_plain_sgd(tmp_path: Path, optim: str) -> 
     assert way == "one_sided"
     assert f"taken by one-sided differences, error {error:.0e} (estimated" in page
     assert "decrease" not in UNIT
+
+
+@pytest.mark.parametrize(
+    ("pairs", "estimator", "due"),
+    [
+        (False, "alphatoken", "the run lowered the validation loss, to first order. Orange"),
+        (False, "walk", "a walk on the validation rows lowered the token&#39;s loss"),
+        (True, "alphatoken", "up to a factor common to all tokens"),
+    ],
+)
+def test_the_page_of_a_run_says_what_its_values_are(
+    tmp_path: Path, pairs: bool, estimator: str, due: str
+) -> None:
+    """A walk's are no change of the validation loss, and those of pairs no more than one."""
+    more = {"estimator": estimator, "layers": "3", "retention": "none", "max_steps": 1}
+    (dpo if pairs else sft)(tmp_path, **more).train()
+    assert due in (tmp_path / REPORT).read_text(encoding="utf-8")
 
 
 # --- bad input ------------------------------------------------------------------------------------
