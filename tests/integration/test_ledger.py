@@ -27,7 +27,7 @@ from alphatoken.score import ScoredExample, Visits, read_values
 from alphatoken.train import records
 from alphatoken.train.ledger import COMPONENTS, UNIT, ValueLedger, row_documents
 from alphatoken.train.records import REPORT, export_values
-from tests.integration.tiny_training import dpo, sft, sft_rows
+from tests.integration.tiny_training import dpo, model, sft, sft_rows
 from tests.property.profiles import budget
 from tests.unhooked import unhooked
 
@@ -586,7 +586,8 @@ def test_the_page_of_a_run_says_what_its_values_are(
 ) -> None:
     """A walk's are no change of the validation loss, and those of pairs no more than one."""
     more = {"estimator": estimator, "layers": "3", "retention": "none", "max_steps": 1}
-    (dpo if pairs else sft)(tmp_path, **more).train()
+    trainer = dpo(tmp_path, ref_model=model(), **more) if pairs else sft(tmp_path, **more)
+    trainer.train()
     assert due in (tmp_path / REPORT).read_text(encoding="utf-8")
 
 
