@@ -91,7 +91,7 @@ class AlphaFields(ValueOptions):
     validation_mode: str = option(
         "fixed",
         "'fixed': one validation batch for the whole run (the paper); 'pool': a new one each "
-        "step, drawn from all validation rows.",
+        "step, drawn from all validation rows, and for a walk all that its steps reach.",
         choices=("fixed", "pool"),
     )
     validation_batch_size: int = option(
