@@ -455,6 +455,7 @@ def load_run_data(
     race: dict[str, Any] = {}
     if arguments.race is not None:
         race = rows_of_race(arguments, reader.file_rows, pools, choosing, notes)
+    notes += _about_lengths({**pools, **race}, arguments.training)
     weighed = reader.weights != "refused"
     rows = {
         name: reader.dataset(items, weighed=weighed and name == "train")
@@ -468,6 +469,61 @@ def load_run_data(
     if reader.columns:
         datasets["train_entries"] = [reader.entries[id(item)] for item in pools["train"]]
     return datasets, notes
+
+
+# --- what TRL cuts off rows ---------------------------------------------------------------------
+
+_CALLED = {"train": "training", "eval": "evaluation", "watched": "retention"}
+"""What the rows of a pool are called, where it is not the pool's name."""
+
+
+def kept_tokens(args: Any, pool: str = "train") -> slice:
+    """Tokens of a row that TRL's truncation leaves.
+
+    Args:
+        args: configuration of the trainer.
+        pool: of the row; training rows and, by default with them, evaluation rows are packed.
+    """
+    prepared = not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+    if args.max_length is None or not prepared:
+        return slice(None)
+    if _is_packed(args, pool):
+        # Only this way of packing cuts rows; the others go on in the next block.
+        return slice(args.max_length if args.packing_strategy == "bfd" else None)
+    start = args.truncation_mode == "keep_start"
+    return slice(None, args.max_length) if start else slice(-args.max_length, None)
+
+
+def _is_packed(args: Any, pool: str) -> bool:
+    packing = {"train": getattr(args, "packing", False)}
+    own = getattr(args, "eval_packing", None)
+    packing["eval"] = packing["train"] if own is None else own
+    return bool(packing.get(pool))
+
+
+def _about_lengths(pools: Mapping[str, Sequence[Item]], args: Any) -> list[str]:
+    """A sentence on each set of rows of which some are longer than TRL's ``max_length``.
+
+    Pairs become tokens in TRL, and nothing is said of them; nor of a Fisher's rows, of which the
+    prompts alone are read.
+    """
+    notes = []
+    for pool, items in pools.items():
+        lengths = [len(item.input_ids) for item in items if isinstance(item, Example)]
+        long = [length for length in lengths if args.max_length and length > args.max_length]
+        if not long or pool == "fisher":
+            continue
+        kept, packed = kept_tokens(args, pool), _is_packed(args, pool)
+        cut = sum(length - len(range(length)[kept]) for length in long)
+        fate = f"{cut} tokens cut off their {'starts' if (kept.start or 0) < 0 else 'ends'}"
+        if not cut:
+            fate = f"packing_strategy {args.packing_strategy} takes them in parts"
+        if cut or packed:
+            notes.append(
+                f"{len(long)} of {len(items)} {_CALLED.get(pool, pool)} rows are longer than "
+                f"{args.max_length} tokens: {fate}."
+            )
+    return notes
 
 
 # --- how many rows are held out -----------------------------------------------------------------

@@ -221,6 +221,41 @@ def test_controls_train_on_the_same_rows(tmp_path: Path) -> None:
         assert prompts(control.train_dataset) == prompts(top.train_dataset)
 
 
+def test_rows_that_max_length_cuts_are_counted(tmp_path: Path) -> None:
+    """In each set of rows that the run reads; TRL cuts them without a word."""
+    long = [{"prompt": f"long {i}", "response": "x" * 90} for i in range(4)]  # 98 tokens, one ends
+    train = jsonl(tmp_path / "train.jsonl", [*rows(10), *long[:2]])
+    held = jsonl(tmp_path / "held.jsonl", [*rows(4, 50), long[2]])
+    evaluated = jsonl(tmp_path / "eval.jsonl", [*rows(2, 70), long[3]])
+    words = (
+        "--train_file", str(train), "--validation_file", str(held), "--eval_data", str(evaluated),
+        "--eval_strategy", "steps", "--eval_steps", "5", "--retention", "none",
+    )  # fmt: skip
+
+    def said(*more: str) -> list[str]:
+        notes = load("sft", tmp_path, *words, *more, small=False).notes
+        return [note for note in notes if "longer than" in note]
+
+    tokens = len("long 0\n" + "x" * 90 + "\0")
+    assert said("--max_length", str(tokens)) == []
+    cut = "longer than 60 tokens: {} tokens cut off their {}."
+    expected = [("2 of 12 training", 2), ("1 of 5 validation", 1), ("1 of 3 evaluation", 1)]
+
+    def counted(packed: str | None = None, end: str = "ends") -> list[str]:
+        return [
+            f"{rows} rows are {packed if packed and n == 0 else cut.format(k * (tokens - 60), end)}"
+            for n, (rows, k) in enumerate(expected)
+        ]
+
+    short = ("--max_length", "60")
+    assert said(*short) == counted()
+    assert said(*short, "--truncation_mode", "keep_end") == counted(end="starts")
+    packed = (*short, "--packing", "true", "--eval_packing", "false", "--packing_strategy")
+    assert said(*packed, "bfd") == counted()
+    parts = "longer than 60 tokens: packing_strategy bfd_split takes them in parts."
+    assert said(*packed, "bfd_split") == counted(parts)
+
+
 BROKEN: dict[str, tuple[list[dict[str, str]], list[str], tuple[str, ...]]] = {
     "sft": (
         [{"prompt": "p", "response": " "}, {"prompt": "x" * 200, "response": "long"}],
