@@ -12,7 +12,7 @@ from typing import Any
 
 from alphatoken import FisherDrift
 from alphatoken.cli.arguments import Arguments
-from alphatoken.cli.race_rows import left_out_columns, read_choosing, rows_of_race
+from alphatoken.cli.race_rows import left_out_columns, read_race_rows, rows_of_race
 from alphatoken.cli.training_options import FILES, SOURCES, missing_files
 from alphatoken.data import (
     EncodeOptions,
@@ -446,15 +446,14 @@ def load_run_data(
     }
     own = {name: reader.file_rows(file, name) for name, file in sources.items() if file is not None}
     fitted = None if data.fisher_file is None else FisherDrift.load(data.fisher_file)
-    choosing, notes = read_choosing(arguments, reader.file_rows, {"training": train, **own})
+    race, notes = read_race_rows(arguments, reader.file_rows, {"training": train, **own})
     pools, pool_notes = _separate(arguments, validation, fisher, train, own, fitted)
     notes += pool_notes
     if evaluates(arguments):
         pools["eval"] = reader.file_rows(data.eval_data or "", "evaluation")
     names = ("train", "eval", "validation", "retention", "fisher")
-    race: dict[str, Any] = {}
     if arguments.race is not None:
-        race = rows_of_race(arguments, reader.file_rows, pools, choosing, notes)
+        race = rows_of_race(arguments, pools, race, notes)
     notes += _about_lengths({**pools, **race}, arguments.training)
     weighed = reader.weights != "refused"
     rows = {
@@ -473,8 +472,10 @@ def load_run_data(
 
 # --- what TRL cuts off rows ---------------------------------------------------------------------
 
-_CALLED = {"train": "training", "eval": "evaluation", "watched": "retention"}
-"""What the rows of a pool are called, where it is not the pool's name."""
+_CALLED = {
+    "train": "training rows", "eval": "evaluation rows", "watched": "retention rows of the race",
+}  # fmt: skip
+"""What the rows of a pool are called, where it is not by the pool's name."""
 
 
 def kept_tokens(args: Any, pool: str = "train") -> slice:
@@ -520,8 +521,8 @@ def _about_lengths(pools: Mapping[str, Sequence[Item]], args: Any) -> list[str]:
             fate = f"packing_strategy {args.packing_strategy} takes them in parts"
         if cut or packed:
             notes.append(
-                f"{len(long)} of {len(items)} {_CALLED.get(pool, pool)} rows are longer than "
-                f"{args.max_length} tokens: {fate}."
+                f"{len(long)} of {len(items)} {_CALLED.get(pool, f'{pool} rows')} are longer "
+                f"than {args.max_length} tokens: {fate}."
             )
     return notes
 

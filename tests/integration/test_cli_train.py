@@ -256,6 +256,46 @@ def test_rows_that_max_length_cuts_are_counted(tmp_path: Path) -> None:
     assert said(*packed, "bfd_split") == counted(parts)
 
 
+@pytest.mark.parametrize(
+    ("option", "called"), [("choosing", "choosing {}"), ("retention", "retention {} of the race")]
+)
+def test_rows_that_a_race_looks_at_are_kept_out_of_all_others(
+    option: str, called: str, tmp_path: Path
+) -> None:
+    """Of choosing rows and of retention rows the page says that no arm has seen them."""
+    long = {"prompt": "long", "response": "x" * 90}
+    files = {
+        "train": rows(10), "validation": rows(4, 8), "choosing": rows(3, 40),
+        "retention": rows(3, 50), "retention_data": rows(3, 60),
+    }  # fmt: skip
+    files[option] = [*rows(2), *rows(1, 10), *rows(1, 60), long]
+    paths = {name: str(jsonl(tmp_path / f"{name}.jsonl", own)) for name, own in files.items()}
+
+    def read() -> tuple[dict[str, Any], str]:
+        words = [
+            "--use_cpu", "--bf16", "false", "--max_length", "60", "--no_chat_template",
+            "--retention", "data", "--policy", "top", "--keep_ratio", "0.5",
+        ]  # fmt: skip
+        words += ["--retention_data", paths["retention_data"]]
+        for name in ("train", "validation", "choosing", "retention"):
+            words += [f"--{name}_file", paths[name]]
+        said = read_arguments("sft", words, AlphaSFTConfig, race=True)
+        data, notes = load_run_data(said, Letters())
+        return data, "\n".join(notes)
+
+    data, said = read()
+    one = called.format("row")
+    assert prompts(data["train_dataset"]) == [f"ask {n}\n" for n in range(2, 8)]
+    assert prompts(data["validation_dataset"]) == [f"ask {n}\n" for n in (8, 9, 11)]
+    assert prompts(data["retention_dataset"]) == ["ask 61\n", "ask 62\n"]
+    for count, name in ((2, "training"), (1, "validation"), (1, "retention")):
+        assert f"{count} {name} rows repeat a {one} or its prompt and were removed." in said
+    assert f"1 of 5 {called.format('rows')} are longer than 60 tokens: 36 tokens cut" in said
+    paths["train"] = paths[option]
+    with pytest.raises(DataError, match=f"all 5 repeat a {one}"):
+        read()
+
+
 BROKEN: dict[str, tuple[list[dict[str, str]], list[str], tuple[str, ...]]] = {
     "sft": (
         [{"prompt": "p", "response": " "}, {"prompt": "x" * 200, "response": "long"}],
