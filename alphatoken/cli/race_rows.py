@@ -42,21 +42,19 @@ def read_race_rows(
         if file is not None:
             kind, what = _KINDS[pool]
             rows[pool] = read(file, kind)
-            by = arguments.data.leak_key
-            notes += take_apart(rows[pool], what, others, by, why=_SEEN)
+            notes += take_apart(rows[pool], what, others, arguments.data.leak_key)
     return rows, notes
 
 
 _KINDS = {
-    "choosing": ("choosing", "choosing row"),
-    "watched": ("retention", "retention row of the race"),
+    "choosing": ("choosing", "a choosing row"),
+    "watched": ("retention", "a retention row of the race"),
 }
 """Rows of a race -> the name they are read by, and what one of them is called."""
-_SEEN = "an arm would be judged on rows that it has seen"
 
 
 def take_apart(
-    held: Sequence[Item], what: str, others: Mapping[str, list[Item]], by: str, *, why: str
+    held: Sequence[Item], what: str, others: Mapping[str, list[Item]], by: str
 ) -> list[str]:
     """Take what repeats the rows ``held`` out of the others, in place; and say how much, by name.
 
@@ -65,7 +63,6 @@ def take_apart(
         what: one of them is called.
         others: name -> rows.
         by: option ``leak_key``.
-        why: none may be in both, for the error.
 
     Raises:
         DataError: nothing is left of one of the others.
@@ -74,12 +71,12 @@ def take_apart(
     for name, items in others.items():
         items[:], left = _apart_from(held, items, by)
         if left:
-            notes.append(f"{left} {name} rows repeat a {what} or its prompt and were removed.")
+            notes.append(f"{left} {name} rows repeat {what} or its prompt and were removed.")
         if not items:
             raise DataError(
                 f"no {name} row is left",
-                got=f"all {left} repeat a {what}",
-                why=why,
+                got=f"all {left} repeat {what}",
+                why="what is measured on rows that were seen rewards learning by heart",
                 remedy="other rows for one of the two",
             )
     return notes

@@ -12,7 +12,7 @@ from typing import Any
 
 from alphatoken import FisherDrift
 from alphatoken.cli.arguments import Arguments
-from alphatoken.cli.race_rows import left_out_columns, read_race_rows, rows_of_race
+from alphatoken.cli.race_rows import left_out_columns, read_race_rows, rows_of_race, take_apart
 from alphatoken.cli.training_options import FILES, SOURCES, missing_files
 from alphatoken.data import (
     EncodeOptions,
@@ -412,9 +412,9 @@ def load_run_data(
     """Read all rows that the run needs.
 
     Tokens are looked for in the ``vocabulary`` rows of the model's embedding, if they are known.
-    Training rows that repeat a validation, retention or Fisher row are removed, rows that cannot
-    be trained on are left out (or refused, if so asked): the notes count the former, the line that
-    says what was read of a file the latter.
+    Training rows that repeat a validation, retention, Fisher or evaluation row are removed, rows
+    that cannot be trained on are left out (or refused, if so asked): the notes count the former,
+    the line that says what was read of a file the latter.
 
     Args:
         arguments: of the run.
@@ -451,6 +451,8 @@ def load_run_data(
     notes += pool_notes
     if evaluates(arguments):
         pools["eval"] = reader.file_rows(data.eval_data or "", "evaluation")
+        others = {"training": pools["train"]}
+        notes += take_apart(pools["eval"], "an evaluation row", others, data.leak_key)
     names = ("train", "eval", "validation", "retention", "fisher")
     if arguments.race is not None:
         race = rows_of_race(arguments, pools, race, notes)

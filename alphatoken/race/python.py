@@ -119,7 +119,7 @@ def race(
     own = {name: arguments.pop(name) for name in _DATASETS & arguments.keys()}
     datasets = {"validation_dataset": validation_dataset, **own}
     check_arms(configurations, {**datasets, "choosing_dataset": choosing_dataset})
-    measured = {name: plain_rows(of_name) for name, of_name in rows.items()}
+    measured = {f"a {name} row": plain_rows(of_name) for name, of_name in rows.items()}
     warn_of_leaks(plain_rows(train_dataset), measured, text_field=text_field)
     folder = Path(str(args.output_dir))
     run = Race(

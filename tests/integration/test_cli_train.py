@@ -296,6 +296,28 @@ def test_rows_that_a_race_looks_at_are_kept_out_of_all_others(
         read()
 
 
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_rows_that_repeat_evaluation_rows_are_removed(command: str, tmp_path: Path) -> None:
+    make = rows if command == "sft" else pairs
+    train = jsonl(tmp_path / "train.jsonl", make(10))
+    held = jsonl(tmp_path / "held.jsonl", make(2, 8))
+    changed = {**make(1, 3)[0], WORDS[command]: "another answer"}
+    evaluated = jsonl(tmp_path / "eval.jsonl", [*make(2, 50), changed, *make(2, 8)])
+    words = [
+        "--train_file", str(train), "--validation_file", str(held), "--fisher_prompts", "0",
+        "--eval_data", str(evaluated), "--eval_strategy", "steps", "--eval_steps", "5",
+    ]  # fmt: skip
+    data = load(command, tmp_path, *words, small=False)
+    assert data.train_places == [f"train.jsonl, line {n}" for n in (1, 2, 3, 5, 6, 7, 8)]
+    assert len(data.train_dataset) == 7
+    assert len(data.eval_dataset) == 5
+    said = "1 training rows repeat an evaluation row or its prompt and were removed."
+    assert said in data.notes
+    words[words.index("--train_file") + 1] = str(evaluated)
+    with pytest.raises(DataError, match="all 3 repeat an evaluation row"):
+        load(command, tmp_path, *words, small=False)
+
+
 BROKEN: dict[str, tuple[list[dict[str, str]], list[str], tuple[str, ...]]] = {
     "sft": (
         [{"prompt": "p", "response": " "}, {"prompt": "x" * 200, "response": "long"}],
