@@ -579,11 +579,27 @@ def check_left(rows: Any, prepared: Any, args: Any) -> None:
             remedy="a larger max_length, or shorter prompts",
         )
     # Packed rows are other rows, and are not counted.
-    if after < before and not getattr(args, "packing", False):
-        survey = Survey("training rows")
-        survey.leave_out(f"no response token within max_length={limit}", count=before - after)
-        (sentence,) = survey.left_out(f"of {before} training rows left out")
-        warn_caller(f"{sentence}.", AlphaTokenWarning)
+    if not getattr(args, "packing", False):
+        warn_of_left(rows, prepared, "training", args)
+
+
+def warn_of_left(rows: Any, kept: Any, name: str, args: Any) -> None:
+    """Warn of rows that were left out because no response token is left of them, by their number.
+
+    Args:
+        rows: as they were handed over; of a stream nothing is counted.
+        kept: those that are left.
+        name: of the data set.
+        args: configuration of the trainer.
+    """
+    before = len(rows) if hasattr(rows, "__len__") else 0
+    if len(kept) >= before:
+        return
+    survey, limit = Survey(f"{name} rows"), getattr(args, "max_length", None)
+    within = "" if limit is None else f" within max_length={limit}"
+    survey.leave_out(f"no response token{within}", count=before - len(kept))
+    (sentence,) = survey.left_out(f"of {before} {name} rows left out")
+    warn_caller(f"{sentence}.", AlphaTokenWarning)
 
 
 def cut_pair(

@@ -52,6 +52,32 @@ def test_rows_that_are_left_out_are_counted(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["validation", "retention"])
+def test_held_out_rows_that_are_left_out_are_counted(kind: str, name: str, tmp_path: Path) -> None:
+    """Values are of fewer rows than were given, and a race is decided by fewer."""
+    prompts = [f"{n}+{n}=" for n in range(5)]
+    held = {
+        one: rows(kind, [f"{n}+1=" for n in range(2, 7)]) for one in ("validation", "retention")
+    }
+
+    def make(long: int) -> Any:
+        own = {**held, name: rows(kind, [LONG] * long + [f"{n}+2=" for n in range(3, 8)])}
+        datasets = {f"{one}_dataset": of_name for one, of_name in own.items()}
+        options = {"policy": "top", "retention": "data", "objective": "both"}
+        return trainer(kind, tmp_path, prompts, **options, **datasets)
+
+    said = rf"2 of 7 {name} rows left out: no response token within max_length=16"
+    with pytest.warns(AlphaTokenWarning, match=said):
+        made = make(2)
+    assert len(getattr(made.rows, name)) == 5
+    with pytest.warns(AlphaTokenWarning, match="1 of 2 choosing rows left out: no response"):
+        made.prepare_rows(rows(kind, [LONG, "1+2="]), "choosing")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AlphaTokenWarning)
+        make(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_token_beyond_the_embedding_is_named_with_its_row(kind: str, tmp_path: Path) -> None:
     """Added to the tokenizer and not to the model; on a CPU torch says "index out of range"."""
     tokenizer = tiny.tokenizer()
