@@ -119,9 +119,11 @@ def _names_policy(words: Sequence[str]) -> bool:
 
 
 def _of_rows(items: Sequence[Example], reader: Any) -> Iterator[TrainedTokens]:
-    from alphatoken.cli.training_rows import is_weighted, kept_tokens
+    from alphatoken.cli.training_rows import is_weighted
+    from alphatoken.train.python_rows import kept_tokens
 
-    kept = kept_tokens(reader.arguments.training)
+    args = reader.arguments.training
+    kept = kept_tokens(args, packed=getattr(args, "packing", False))
     for item in items:
         own = item.weights or [1.0] * len(item.input_ids)
         pairs = zip(item.labels, own, strict=True)
@@ -134,8 +136,9 @@ def _of_pairs(items: Sequence[Pair], reader: Any) -> Iterator[TrainedTokens]:
     from datasets.utils import are_progress_bars_disabled
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    from alphatoken.cli.training_rows import is_weighted, kept_tokens
+    from alphatoken.cli.training_rows import is_weighted
     from alphatoken.train.dpo import prepared_pairs
+    from alphatoken.train.python_rows import kept_tokens
 
     args, tokenizer = reader.arguments.training, reader.tokenizer
     # All that TRL's preparation of pairs reads of its trainer.
@@ -155,7 +158,7 @@ def _of_pairs(items: Sequence[Pair], reader: Any) -> Iterator[TrainedTokens]:
     finally:
         if not before:
             enable_progress_bars()
-    kept = kept_tokens(args)
+    kept = kept_tokens(args, packed=False)
     for pair in pairs:
         item, prompt = items[pair["number"]], pair["prompt_ids"]
         for side, name in zip(("chosen", "rejected"), PAIR_WEIGHTS, strict=True):

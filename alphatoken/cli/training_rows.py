@@ -44,6 +44,7 @@ from alphatoken.errors import ConfigError, DataError, InputError, short
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.loading import rows_tokenizer
 from alphatoken.train.policies import chosen_policy
+from alphatoken.train.python_rows import kept_tokens
 from alphatoken.train.refusals import raise_first
 
 Item = Example | Pair
@@ -480,28 +481,13 @@ _CALLED = {
 """What the rows of a pool are called, where it is not by the pool's name."""
 
 
-def kept_tokens(args: Any, pool: str = "train") -> slice:
-    """Tokens of a row that TRL's truncation leaves.
-
-    Args:
-        args: configuration of the trainer.
-        pool: of the row; training rows and, by default with them, evaluation rows are packed.
-    """
-    prepared = not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
-    if args.max_length is None or not prepared:
-        return slice(None)
-    if _is_packed(args, pool):
-        # Only this way of packing cuts rows; the others go on in the next block.
-        return slice(args.max_length if args.packing_strategy == "bfd" else None)
-    start = args.truncation_mode == "keep_start"
-    return slice(None, args.max_length) if start else slice(-args.max_length, None)
-
-
 def _is_packed(args: Any, pool: str) -> bool:
-    packing = {"train": getattr(args, "packing", False)}
-    own = getattr(args, "eval_packing", None)
-    packing["eval"] = packing["train"] if own is None else own
-    return bool(packing.get(pool))
+    """True of training rows under ``packing``, and of evaluation rows unless they have their own.
+
+    All others are used row by row.
+    """
+    packing, own = getattr(args, "packing", False), getattr(args, "eval_packing", None)
+    return bool({"train": packing, "eval": packing if own is None else own}.get(pool))
 
 
 def _about_lengths(pools: Mapping[str, Sequence[Item]], args: Any) -> list[str]:
@@ -516,7 +502,8 @@ def _about_lengths(pools: Mapping[str, Sequence[Item]], args: Any) -> list[str]:
         long = [length for length in lengths if args.max_length and length > args.max_length]
         if not long or pool == "fisher":
             continue
-        kept, packed = kept_tokens(args, pool), _is_packed(args, pool)
+        packed = _is_packed(args, pool)
+        kept = kept_tokens(args, packed=packed)
         cut = sum(length - len(range(length)[kept]) for length in long)
         fate = f"{cut} tokens cut off their {'starts' if (kept.start or 0) < 0 else 'ends'}"
         if not cut:

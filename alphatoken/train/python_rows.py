@@ -602,6 +602,41 @@ def warn_of_left(rows: Any, kept: Any, name: str, args: Any) -> None:
     warn_caller(f"{sentence}.", AlphaTokenWarning)
 
 
+# --- rows that are cut ----------------------------------------------------------------------------
+
+
+def kept_tokens(args: Any, *, packed: bool) -> slice:
+    """Tokens of a row that TRL's truncation leaves.
+
+    Args:
+        args: configuration of the trainer.
+        packed: the rows are packed.
+    """
+    limit = getattr(args, "max_length", None)
+    prepared = not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+    if limit is None or not prepared:
+        return slice(None)
+    if packed:
+        # Only this way of packing cuts rows; the others go on in the next block.
+        return slice(limit if args.packing_strategy == "bfd" else None)
+    return slice(None, limit) if args.truncation_mode == "keep_start" else slice(-limit, None)
+
+
+def trained_parts(row: Mapping[str, Any], args: Any) -> Iterator[dict[str, Any]]:
+    """What TRL trains on of a tokenised row: its tokens that are left, or parts of a split row.
+
+    Args:
+        row: with ``input_ids``, before it is cut or packed.
+        args: configuration of the trainer.
+    """
+    length, packed = len(row["input_ids"]), bool(getattr(args, "packing", False))
+    parts = [kept_tokens(args, packed=packed)]
+    if packed and args.packing_strategy == "bfd_split":
+        parts = [slice(at, at + args.max_length) for at in range(0, length, args.max_length)]
+    read = {name: row[name] for name in ("input_ids", "labels") if row.get(name) is not None}
+    yield from ({name: tokens[part] for name, tokens in read.items()} for part in parts)
+
+
 def cut_pair(
     row: Mapping[str, Any], *, max_prompt: int | None, max_response: int | None
 ) -> dict[str, Any]:

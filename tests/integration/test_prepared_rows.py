@@ -11,7 +11,9 @@ import pytest
 from datasets import Dataset
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError
+from alphatoken.score import read_values
 from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer
+from alphatoken.train.records import REPORT, VALUES
 from alphatoken.train.refusals import check_tokens
 from tests.integration import tiny_training as tiny
 
@@ -118,6 +120,31 @@ def test_packed_rows_are_not_called_left_out(strategy: str, tmp_path: Path) -> N
         warnings.simplefilter("error", AlphaTokenWarning)
         prompts = [*long, *(f"{n}+{n}=" for n in range(5))]
         trainer("sft", tmp_path, prompts, packing=True, packing_strategy=strategy)
+
+
+CUTS = {
+    "start": {}, "end": {"truncation_mode": "keep_end"}, "bfd": {"packing_strategy": "bfd"},
+    "bfd_split": {"packing_strategy": "bfd_split"}, "wrapped": {"packing_strategy": "wrapped"},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode:FutureWarning")
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_row_that_is_cut_has_its_place_in_the_file(cut: str, tmp_path: Path) -> None:
+    """Where rows are joined to blocks without borders, the page says what its row numbers are."""
+    rows, places = tiny.tokenised(8), [f"train.jsonl, line {2 * n}" for n in range(8)]
+    lengths = [len(row["input_ids"]) for row in rows]
+    assert min(lengths) > 20, "all are cut"
+    packing = {"packing": True} if "packing_strategy" in CUTS[cut] else {}
+    own = {"train_dataset": rows, "max_steps": 4, "retention": "none", **packing, **CUTS[cut]}
+    made = tiny.sft(tmp_path, max_length=20, **own)
+    made.records.name_rows(places, rows)
+    made.train()
+    named = {one.place.partition(" (")[0] for one in read_values(tmp_path / VALUES)}
+    page = (tmp_path / REPORT).read_text("utf-8")
+    assert ("A row number counts the training rows" in page) == (cut == "wrapped")
+    assert named <= {*places} if cut != "wrapped" else not named & {*places}
+    assert len(named) > 4
 
 
 def paired(folder: Path, reference: Any, policy: Any = None) -> Any:

@@ -419,7 +419,7 @@ SHOWN = (
         ("cli.show_run._cut", "own[:1] = [None] * len(own[:1])", "pass")),
     row("rows-shown-cut-at-the-other-end", TRUNCATED,
         "rows are shown with the end that truncation takes",
-        ("cli.training_rows.kept_tokens", '== "keep_start"', '!= "keep_start"')),
+        ("train.python_rows.kept_tokens", '== "keep_start"', '!= "keep_start"')),
     row("prompt-shown-as-trained", TRUNCATED,
         "tokens without a label are shown as trained on",
         ("cli.show_run._of_rows", "None if label == IGNORE else weight", "weight")),
