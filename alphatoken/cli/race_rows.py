@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from alphatoken.cli.held_apart import Item, apart_from, take_apart
 from alphatoken.cli.training_options import RaceArguments
-from alphatoken.data import Example, Pair, leak_keys
-from alphatoken.data.split import repeated_in
 from alphatoken.errors import DataError
 from alphatoken.race.arms import read_arms
 from alphatoken.race.rows import choosing_numbers, take
 
-Item = Example | Pair
 Read = Callable[[str, str], list[Item]]
 """(file, what its rows are) -> the rows."""
 
@@ -53,42 +51,6 @@ _KINDS = {
 """Rows of a race -> the name they are read by, and what one of them is called."""
 
 
-def take_apart(
-    held: Sequence[Item], what: str, others: Mapping[str, list[Item]], by: str
-) -> list[str]:
-    """Take what repeats the rows ``held`` out of the others, in place; and say how much, by name.
-
-    Args:
-        held: rows that are measured.
-        what: one of them is called.
-        others: name -> rows.
-        by: option ``leak_key``.
-
-    Raises:
-        DataError: nothing is left of one of the others.
-    """
-    notes = []
-    for name, items in others.items():
-        items[:], left = _apart_from(held, items, by)
-        if left:
-            notes.append(f"{left} {name} rows repeat {what} or its prompt and were removed.")
-        if not items:
-            raise DataError(
-                f"no {name} row is left",
-                got=f"all {left} repeat {what}",
-                why="what is measured on rows that were seen rewards learning by heart",
-                remedy="other rows for one of the two",
-            )
-    return notes
-
-
-def _apart_from(choosing: Sequence[Item], items: Sequence[Item], by: str) -> tuple[list[Item], int]:
-    """Items that repeat no choosing row, and how many do."""
-    keys = {"choosing": {key for item in choosing for key in leak_keys(item.row)}}
-    kept = [item for item in items if repeated_in(item.row, keys, by) is None]
-    return kept, len(items) - len(kept)
-
-
 def rows_of_race(
     arguments: Any,
     pools: dict[str, list[Item]],
@@ -108,7 +70,7 @@ def rows_of_race(
     trusted, seed = pools["validation"], arguments.training.value_seed
     chosen, others = choosing_numbers(len(trusted), arguments.race.choosing_rows, seed)
     choosing, rest = take(trusted, chosen), take(trusted, others)
-    pools["validation"], left = _apart_from(choosing, rest, arguments.data.leak_key)
+    pools["validation"], left = apart_from(choosing, rest, arguments.data.leak_key)
     notes.append(
         f"{len(choosing)} of {len(trusted)} validation rows are set aside to choose by, and "
         f"{len(pools['validation'])} are left for the arms"

@@ -12,7 +12,8 @@ from typing import Any
 
 from alphatoken import FisherDrift
 from alphatoken.cli.arguments import Arguments
-from alphatoken.cli.race_rows import left_out_columns, read_race_rows, rows_of_race, take_apart
+from alphatoken.cli.held_apart import Item, came_as_tokens, take_apart
+from alphatoken.cli.race_rows import left_out_columns, read_race_rows, rows_of_race
 from alphatoken.cli.training_options import FILES, SOURCES, missing_files
 from alphatoken.data import (
     EncodeOptions,
@@ -46,10 +47,6 @@ from alphatoken.model.loading import rows_tokenizer
 from alphatoken.train.policies import chosen_policy
 from alphatoken.train.python_rows import kept_tokens
 from alphatoken.train.refusals import raise_first
-
-Item = Example | Pair
-"""An example to train on; other rows are compared with its ``row``."""
-
 
 # --- what is refused before any row is read -------------------------------------------------------
 
@@ -368,7 +365,7 @@ def _token_example(
     )
     turns = (Turn("user", next(texts)), Turn("assistant", next(texts)))
     row = Row(index, place, turns, None if listed is None else 1.0)
-    return Example(row, ids, labels, weights=listed or [1.0] * len(ids))
+    return Example(row, ids, labels, weights=listed or [1.0] * len(ids), decoded=True)
 
 
 def _of_hub(name: str, config: str | None, split: str) -> Iterator[SourceRow]:
@@ -560,6 +557,12 @@ def _separate(
     fitted: FisherDrift | None,
 ) -> tuple[dict[str, list[Item]], list[str]]:
     """Pools that share nothing, by name, and what was done to make them so."""
+    notes, data = list[str](), arguments.data
+    if any(map(came_as_tokens, train)):  # below, rows are compared by their texts
+        train = list(train)
+        for name, held in own.items():
+            what = "a prompt of the Fisher" if name == "fisher" else f"a {name} row"
+            notes += take_apart(held, what, {"training": train}, data.leak_key)
     items = {"train": train, **own}
     rows = {name: [item.row for item in some] for name, some in items.items()}
     item_of = {  # a pair makes its row anew each time
@@ -575,12 +578,12 @@ def _separate(
         fisher=rows.get("fisher"),
         fisher_rows=fisher or 0,
         fisher_keys=keys,
-        leak_key=arguments.data.leak_key,
+        leak_key=data.leak_key,
     )
     separate = {name: getattr(pools, name) for name in ("train", "validation", "fisher")}
     separate["retention"] = retention
     items_of = {name: [item_of[id(row)] for row in some] for name, some in separate.items()}
-    return items_of, _pool_notes(pools.counts, arguments)
+    return items_of, notes + _pool_notes(pools.counts, arguments)
 
 
 def _pool_notes(counts: Mapping[str, int], arguments: Arguments) -> list[str]:

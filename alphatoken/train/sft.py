@@ -184,8 +184,8 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
 
     Its arguments are those of TRL's ``SFTTrainer``, where ``args`` are an ``AlphaSFTConfig``, and
     those of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets come in any form that TRL
-    takes, or as lists of records or texts. Training rows that repeat a validation or retention row
-    are counted in a warning.
+    takes, or as lists of records or texts. Training rows that repeat a validation, retention or
+    evaluation row are counted in a warning.
 
     Source: eq. sft_masked_loss. Oracle: ``alphatoken.oracle``; equality with TRL is tested.
     """

@@ -318,6 +318,46 @@ def test_rows_that_repeat_evaluation_rows_are_removed(command: str, tmp_path: Pa
         load(command, tmp_path, *words, small=False)
 
 
+def test_rows_of_tokens_are_compared_with_rows_of_texts(tmp_path: Path) -> None:
+    """By their tokens: those of a prompt decode to the template's words around it.
+
+    Of the rows that `alphatoken score --rows tokens` writes the first response token may have no
+    label.
+    """
+    tokenizer = Letters()
+    tokenizer.chat_template = "as above"
+    texts = str(jsonl(tmp_path / "texts.jsonl", rows(10)))
+    none = ("--validation_rows", "0", "--fisher_prompts", "0", "--policy", "weights")
+    read = {"tokenizer": tokenizer, "small": False}
+    weight = ("--on_bad_rows", "error", *none)
+    made = load("sft", tmp_path, "--train_file", texts, *none[:-1], "standard", **read)
+    tokens = [dict(row) for row in made.train_dataset]
+    assert len(tokens) == 10
+    first = len(before_labels(tokens[3]))
+    tokens[3]["labels"] = [-100 if i == first else t for i, t in enumerate(tokens[3]["labels"])]
+    for row in tokens:
+        row["loss_weights"] = [float(label != -100) for label in row["labels"]]
+    held = {
+        "validation_file": [{**rows(1, 3)[0], "response": "another answer"}, *rows(1, 50)],
+        "retention_data": [*rows(1, 4), *rows(1, 60)],
+        "eval_data": [*rows(1, 5), *rows(1, 70)],
+    }
+    words = ["--train_file", str(jsonl(tmp_path / "tokens.jsonl", tokens))]
+    words += ["--eval_strategy", "steps", "--eval_steps", "5", "--retention", "data"]
+    for name, own in held.items():
+        words += [f"--{name}", str(jsonl(tmp_path / f"{name}.jsonl", own))]
+    data = load("sft", tmp_path, *words, *weight, **read)
+    left = [f"tokens.jsonl, line {n}" for n in (1, 2, 3, 7, 8, 9, 10)]
+    assert data.train_places == left
+    assert [note for note in data.notes if "removed" in note] == [
+        "1 training rows repeat a validation row or its prompt and were removed.",
+        "1 training rows repeat a retention row or its prompt and were removed.",
+        "1 training rows repeat an evaluation row or its prompt and were removed.",
+    ]
+    whole = load("sft", tmp_path, *words, *weight, "--leak_key", "conversation", **read)
+    assert whole.train_places == [*left[:3], "tokens.jsonl, line 4", *left[3:]]
+
+
 BROKEN: dict[str, tuple[list[dict[str, str]], list[str], tuple[str, ...]]] = {
     "sft": (
         [{"prompt": "p", "response": " "}, {"prompt": "x" * 200, "response": "long"}],
