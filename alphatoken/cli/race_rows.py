@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from alphatoken.cli.held_apart import Item, apart_from, take_apart
 from alphatoken.cli.training_options import RaceArguments
-from alphatoken.data import Example, Pair, leak_keys
-from alphatoken.data.split import repeated_in
 from alphatoken.errors import DataError
 from alphatoken.race.arms import read_arms
 from alphatoken.race.rows import choosing_numbers, take
 
-Item = Example | Pair
 Read = Callable[[str, str], list[Item]]
 """(file, what its rows are) -> the rows."""
 
@@ -23,76 +21,65 @@ def left_out_columns(race: RaceArguments) -> tuple[str, ...]:
     return tuple(dict.fromkeys(arm.without[0] for arm in arms if arm.without is not None))
 
 
-def read_choosing(
+def read_race_rows(
     arguments: Any, read: Read, others: Mapping[str, list[Item]]
-) -> tuple[list[Item], list[str]]:
-    """Choosing rows of their own file; what repeats them is taken out of the ``others``.
+) -> tuple[dict[str, list[Item]], list[str]]:
+    """Choosing and retention rows of their own files; what repeats them leaves the ``others``.
 
     Returns:
-        The rows, none where they have no file; and what was taken out, in sentences.
+        The rows as "choosing" and "watched", those that have a file; and what was taken out of the
+        others, in sentences.
 
     Raises:
         DataError: nothing is left of one of the others.
     """
     race = arguments.race
-    if race is None or race.choosing_file is None:
-        return [], []
-    choosing, notes = read(race.choosing_file, "choosing"), list[str]()
-    for name, items in others.items():
-        items[:], left = _apart_from(choosing, items, arguments.data.leak_key)
-        if left:
-            notes.append(f"{left} {name} rows repeat a choosing row or prompt and were removed.")
-        if not items:
-            raise DataError(
-                f"no {name} row is left",
-                got=f"all {left} repeat a choosing row",
-                why="an arm would be judged on rows that it has seen",
-                remedy="other rows for one of the two",
-            )
-    return choosing, notes
+    files = {} if race is None else {"choosing": race.choosing_file, "watched": race.retention_file}
+    rows, notes = dict[str, list[Item]](), list[str]()
+    for pool, file in files.items():
+        if file is not None:
+            kind, what = _KINDS[pool]
+            rows[pool] = read(file, kind)
+            notes += take_apart(rows[pool], what, others, arguments.data.leak_key)
+    return rows, notes
 
 
-def _apart_from(choosing: Sequence[Item], items: Sequence[Item], by: str) -> tuple[list[Item], int]:
-    """Items that repeat no choosing row, and how many do."""
-    keys = {"choosing": {key for item in choosing for key in leak_keys(item.row)}}
-    kept = [item for item in items if repeated_in(item.row, keys, by) is None]
-    return kept, len(items) - len(kept)
+_KINDS = {
+    "choosing": ("choosing", "a choosing row"),
+    "watched": ("retention", "a retention row of the race"),
+}
+"""Rows of a race -> the name they are read by, and what one of them is called."""
 
 
 def rows_of_race(
     arguments: Any,
-    read: Read,
     pools: dict[str, list[Item]],
-    choosing: list[Item],
+    own: Mapping[str, list[Item]],
     notes: list[str],
 ) -> dict[str, list[Item]]:
     """Choosing rows, and retention rows as "watched"; those set aside leave the validation rows.
 
     Args:
         arguments: of the command.
-        read: reads the rows of a file.
         pools: rows of the run by name; validation rows are changed in place.
-        choosing: rows of their own file, or none.
+        own: rows that the race has files of.
         notes: gets sentences on what was done.
     """
-    race = arguments.race
-    if not choosing:
-        trusted, seed = pools["validation"], arguments.training.value_seed
-        chosen, others = choosing_numbers(len(trusted), race.choosing_rows, seed)
-        choosing, rest = take(trusted, chosen), take(trusted, others)
-        pools["validation"], left = _apart_from(choosing, rest, arguments.data.leak_key)
-        notes.append(
-            f"{len(choosing)} of {len(trusted)} validation rows are set aside to choose by, and "
-            f"{len(pools['validation'])} are left for the arms"
-            + (f" ({left} repeat a choosing row or prompt)." if left else ".")
+    if "choosing" in own:
+        return dict(own)
+    trusted, seed = pools["validation"], arguments.training.value_seed
+    chosen, others = choosing_numbers(len(trusted), arguments.race.choosing_rows, seed)
+    choosing, rest = take(trusted, chosen), take(trusted, others)
+    pools["validation"], left = apart_from(choosing, rest, arguments.data.leak_key)
+    notes.append(
+        f"{len(choosing)} of {len(trusted)} validation rows are set aside to choose by, and "
+        f"{len(pools['validation'])} are left for the arms"
+        + (f" ({left} repeat a choosing row or prompt)." if left else ".")
+    )
+    if not pools["validation"]:
+        raise DataError(
+            "no validation row is left",
+            got=f"all {left} repeat a choosing row",
+            remedy="--choosing_file FILE, or other validation rows",
         )
-        if not pools["validation"]:
-            raise DataError(
-                "no validation row is left",
-                got=f"all {left} repeat a choosing row",
-                remedy="--choosing_file FILE, or other validation rows",
-            )
-    rows = {"choosing": choosing}
-    if race.retention_file is not None:
-        rows["watched"] = read(race.retention_file, "retention")
-    return rows
+    return {"choosing": choosing, **own}

@@ -120,8 +120,10 @@ def _names_policy(words: Sequence[str]) -> bool:
 
 def _of_rows(items: Sequence[Example], reader: Any) -> Iterator[TrainedTokens]:
     from alphatoken.cli.training_rows import is_weighted
+    from alphatoken.train.python_rows import kept_tokens
 
-    kept = _kept(reader.arguments.training)
+    args = reader.arguments.training
+    kept = kept_tokens(args, packed=getattr(args, "packing", False))
     for item in items:
         own = item.weights or [1.0] * len(item.input_ids)
         pairs = zip(item.labels, own, strict=True)
@@ -136,6 +138,7 @@ def _of_pairs(items: Sequence[Pair], reader: Any) -> Iterator[TrainedTokens]:
 
     from alphatoken.cli.training_rows import is_weighted
     from alphatoken.train.dpo import prepared_pairs
+    from alphatoken.train.python_rows import kept_tokens
 
     args, tokenizer = reader.arguments.training, reader.tokenizer
     # All that TRL's preparation of pairs reads of its trainer.
@@ -155,24 +158,13 @@ def _of_pairs(items: Sequence[Pair], reader: Any) -> Iterator[TrainedTokens]:
     finally:
         if not before:
             enable_progress_bars()
-    kept = _kept(args)
+    kept = kept_tokens(args, packed=False)
     for pair in pairs:
         item, prompt = items[pair["number"]], pair["prompt_ids"]
         for side, name in zip(("chosen", "rejected"), PAIR_WEIGHTS, strict=True):
             ids = pair[f"{side}_ids"]
             weights = [None] * len(prompt) + (pair.get(name) or [1.0] * len(ids))
             yield _cut(item, side, [*prompt, *ids], weights, kept, is_weighted(item))
-
-
-def _kept(args: Any) -> slice:
-    """Tokens of a row that truncation leaves."""
-    if args.max_length is None:
-        return slice(None)
-    if getattr(args, "packing", False):
-        # Only this way of packing cuts rows; the others go on in the next block.
-        return slice(args.max_length if args.packing_strategy == "bfd" else None)
-    start = args.truncation_mode == "keep_start"
-    return slice(None, args.max_length) if start else slice(-args.max_length, None)
 
 
 def _cut(

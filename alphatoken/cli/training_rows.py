@@ -12,7 +12,8 @@ from typing import Any
 
 from alphatoken import FisherDrift
 from alphatoken.cli.arguments import Arguments
-from alphatoken.cli.race_rows import left_out_columns, read_choosing, rows_of_race
+from alphatoken.cli.held_apart import Item, came_as_tokens, take_apart
+from alphatoken.cli.race_rows import left_out_columns, read_race_rows, rows_of_race
 from alphatoken.cli.training_options import FILES, SOURCES, missing_files
 from alphatoken.data import (
     EncodeOptions,
@@ -44,11 +45,8 @@ from alphatoken.errors import ConfigError, DataError, InputError, short
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.loading import rows_tokenizer
 from alphatoken.train.policies import chosen_policy
+from alphatoken.train.python_rows import kept_tokens
 from alphatoken.train.refusals import raise_first
-
-Item = Example | Pair
-"""An example to train on; other rows are compared with its ``row``."""
-
 
 # --- what is refused before any row is read -------------------------------------------------------
 
@@ -367,7 +365,7 @@ def _token_example(
     )
     turns = (Turn("user", next(texts)), Turn("assistant", next(texts)))
     row = Row(index, place, turns, None if listed is None else 1.0)
-    return Example(row, ids, labels, weights=listed or [1.0] * len(ids))
+    return Example(row, ids, labels, weights=listed or [1.0] * len(ids), decoded=True)
 
 
 def _of_hub(name: str, config: str | None, split: str) -> Iterator[SourceRow]:
@@ -412,9 +410,9 @@ def load_run_data(
     """Read all rows that the run needs.
 
     Tokens are looked for in the ``vocabulary`` rows of the model's embedding, if they are known.
-    Training rows that repeat a validation, retention or Fisher row are removed, rows that cannot
-    be trained on are left out (or refused, if so asked): the notes count the former, the line that
-    says what was read of a file the latter.
+    Training rows that repeat a validation, retention, Fisher or evaluation row are removed, rows
+    that cannot be trained on are left out (or refused, if so asked): the notes count the former,
+    the line that says what was read of a file the latter.
 
     Args:
         arguments: of the run.
@@ -446,15 +444,17 @@ def load_run_data(
     }
     own = {name: reader.file_rows(file, name) for name, file in sources.items() if file is not None}
     fitted = None if data.fisher_file is None else FisherDrift.load(data.fisher_file)
-    choosing, notes = read_choosing(arguments, reader.file_rows, {"training": train, **own})
+    race, notes = read_race_rows(arguments, reader.file_rows, {"training": train, **own})
     pools, pool_notes = _separate(arguments, validation, fisher, train, own, fitted)
     notes += pool_notes
     if evaluates(arguments):
         pools["eval"] = reader.file_rows(data.eval_data or "", "evaluation")
+        others = {"training": pools["train"]}
+        notes += take_apart(pools["eval"], "an evaluation row", others, data.leak_key)
     names = ("train", "eval", "validation", "retention", "fisher")
-    race: dict[str, Any] = {}
     if arguments.race is not None:
-        race = rows_of_race(arguments, reader.file_rows, pools, choosing, notes)
+        race = rows_of_race(arguments, pools, race, notes)
+    notes += _about_lengths({**pools, **race}, arguments.training)
     weighed = reader.weights != "refused"
     rows = {
         name: reader.dataset(items, weighed=weighed and name == "train")
@@ -468,6 +468,49 @@ def load_run_data(
     if reader.columns:
         datasets["train_entries"] = [reader.entries[id(item)] for item in pools["train"]]
     return datasets, notes
+
+
+# --- what TRL cuts off rows ---------------------------------------------------------------------
+
+_CALLED = {
+    "train": "training rows", "eval": "evaluation rows", "watched": "retention rows of the race",
+}  # fmt: skip
+"""What the rows of a pool are called, where it is not by the pool's name."""
+
+
+def _is_packed(args: Any, pool: str) -> bool:
+    """True of training rows under ``packing``, and of evaluation rows unless they have their own.
+
+    All others are used row by row.
+    """
+    packing, own = getattr(args, "packing", False), getattr(args, "eval_packing", None)
+    return bool({"train": packing, "eval": packing if own is None else own}.get(pool))
+
+
+def _about_lengths(pools: Mapping[str, Sequence[Item]], args: Any) -> list[str]:
+    """A sentence on each set of rows of which some are longer than TRL's ``max_length``.
+
+    Pairs become tokens in TRL, and nothing is said of them; nor of a Fisher's rows, of which the
+    prompts alone are read.
+    """
+    notes = []
+    for pool, items in pools.items():
+        lengths = [len(item.input_ids) for item in items if isinstance(item, Example)]
+        long = [length for length in lengths if args.max_length and length > args.max_length]
+        if not long or pool == "fisher":
+            continue
+        packed = _is_packed(args, pool)
+        kept = kept_tokens(args, packed=packed)
+        cut = sum(length - len(range(length)[kept]) for length in long)
+        fate = f"{cut} tokens cut off their {'starts' if (kept.start or 0) < 0 else 'ends'}"
+        if not cut:
+            fate = f"packing_strategy {args.packing_strategy} takes them in parts"
+        if cut or packed:
+            notes.append(
+                f"{len(long)} of {len(items)} {_CALLED.get(pool, f'{pool} rows')} are longer "
+                f"than {args.max_length} tokens: {fate}."
+            )
+    return notes
 
 
 # --- how many rows are held out -----------------------------------------------------------------
@@ -514,6 +557,12 @@ def _separate(
     fitted: FisherDrift | None,
 ) -> tuple[dict[str, list[Item]], list[str]]:
     """Pools that share nothing, by name, and what was done to make them so."""
+    notes, data = list[str](), arguments.data
+    if any(map(came_as_tokens, train)):  # below, rows are compared by their texts
+        train = list(train)
+        for name, held in own.items():
+            what = "a prompt of the Fisher" if name == "fisher" else f"a {name} row"
+            notes += take_apart(held, what, {"training": train}, data.leak_key)
     items = {"train": train, **own}
     rows = {name: [item.row for item in some] for name, some in items.items()}
     item_of = {  # a pair makes its row anew each time
@@ -529,12 +578,12 @@ def _separate(
         fisher=rows.get("fisher"),
         fisher_rows=fisher or 0,
         fisher_keys=keys,
-        leak_key=arguments.data.leak_key,
+        leak_key=data.leak_key,
     )
     separate = {name: getattr(pools, name) for name in ("train", "validation", "fisher")}
     separate["retention"] = retention
     items_of = {name: [item_of[id(row)] for row in some] for name, some in separate.items()}
-    return items_of, _pool_notes(pools.counts, arguments)
+    return items_of, notes + _pool_notes(pools.counts, arguments)
 
 
 def _pool_notes(counts: Mapping[str, int], arguments: Arguments) -> list[str]:

@@ -108,6 +108,8 @@ class Example:
     """Weight of each token by the row, where weights are read."""
     left_turns: tuple[tuple[str, str], ...] = ()
     """Turns of which nothing is learned though they may be meant to be: reason and place."""
+    decoded: bool = False
+    """The row came as tokens, of which its texts are made."""
 
     @property
     def response_tokens(self) -> int:

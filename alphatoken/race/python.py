@@ -109,14 +109,18 @@ def race(
         choosing_dataset = as_dataset(choosing_dataset, "choosing")
         if validation_dataset is not None:
             validation_dataset = _without_leaks(validation_dataset, choosing_dataset, text_field)
+    rows = {"choosing": choosing_dataset}
+    if retention_rows is not None:
+        rows["retention"] = as_dataset(retention_rows, "retention")
+        if validation_dataset is not None:
+            validation_dataset = _without_leaks(
+                validation_dataset, rows["retention"], text_field, "retention"
+            )
     own = {name: arguments.pop(name) for name in _DATASETS & arguments.keys()}
     datasets = {"validation_dataset": validation_dataset, **own}
     check_arms(configurations, {**datasets, "choosing_dataset": choosing_dataset})
-    warn_of_leaks(
-        plain_rows(train_dataset), {"choosing": plain_rows(choosing_dataset)}, text_field=text_field
-    )
-    rows = {"choosing": choosing_dataset}
-    rows |= {} if retention_rows is None else {"retention": retention_rows}
+    measured = {f"a {name} row": plain_rows(of_name) for name, of_name in rows.items()}
+    warn_of_leaks(plain_rows(train_dataset), measured, text_field=text_field)
     folder = Path(str(args.output_dir))
     run = Race(
         partial(_make, kind, model, args, train, datasets, arguments),
@@ -210,17 +214,17 @@ def _split(dataset: Any, wanted: int | None, seed: int, text_field: str) -> tupl
     return _without_leaks(take(dataset, rest), choosing, text_field), choosing
 
 
-def _without_leaks(validation: Any, choosing: Any, text_field: str) -> Any:
-    """Validation rows, without those that are choosing rows or have the prompt of one."""
-    plain = plain_rows(validation), plain_rows(choosing)
+def _without_leaks(validation: Any, held: Any, text_field: str, name: str = "choosing") -> Any:
+    """Validation rows, without those that are rows ``held`` or have the prompt of one."""
+    plain = plain_rows(validation), plain_rows(held)
     leaks = set(leaking_rows(*plain, text_field=text_field))
     if not leaks:
         return validation
     kept = [number for number in range(len(validation)) if number not in leaks]
-    print(f"{len(leaks)} validation rows repeat a choosing row and were left out", file=sys.stderr)
+    print(f"{len(leaks)} validation rows repeat a {name} row and were left out", file=sys.stderr)
     if not kept:
         raise DataError(
-            "every validation row is a choosing row",
+            f"every validation row is a {name} row",
             got=f"{len(leaks)} rows",
             why="an arm would be judged on the rows that it values against",
             remedy="other rows for one of the two",

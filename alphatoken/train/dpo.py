@@ -34,7 +34,7 @@ from alphatoken.train.log_prob_proxy import LogProbProxy, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
-from alphatoken.train.python_rows import cut_pair, read_pairs
+from alphatoken.train.python_rows import cut_pair, read_pairs, warn_of_left
 from alphatoken.train.row_weights import PairWeightsCollator, weighed_pair
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 from alphatoken.train.trainer_loss import TrainerLoss
@@ -447,6 +447,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
                 got=f"{len(prepared)} pairs",
                 remedy="check the columns and max_length",
             )
+        warn_of_left(dataset, rows, name, self.args)
         return rows
 
     def row_batch(self, rows: Sequence[Mapping[str, Any]]) -> Any:

@@ -1,4 +1,4 @@
-"""Training rows that are validation rows too: found when a trainer is made, before any work.
+"""Training rows that are held-out rows too: found when a trainer is made, before any work.
 
 What is measured on a row that is trained on rewards learning it by heart. The command line takes
 such rows out of the training rows; a trainer in Python is handed both sets by its user, and warns.
@@ -23,7 +23,7 @@ def leaking_rows(train: Any, other: Any, *, text_field: str = "text") -> list[in
 
     Args:
         train: rows in one of TRL's forms; of a stream nothing is found.
-        other: validation or retention rows, likewise.
+        other: validation, retention or evaluation rows, likewise.
         text_field: TRL's ``dataset_text_field``.
     """
     if not (hasattr(train, "__len__") and hasattr(other, "__len__")):
@@ -38,17 +38,17 @@ def warn_of_leaks(train: Any, others: Mapping[str, Any], *, text_field: str = "t
 
     Args:
         train: training rows.
-        others: name -> rows.
+        others: what one of the rows is called, such as "a validation row" -> the rows.
         text_field: TRL's ``dataset_text_field``.
     """
-    for name, rows in others.items():
+    for one, rows in others.items():
         leaks = leaking_rows(train, rows, text_field=text_field)
         if leaks:
             numbers = ", ".join(map(str, leaks[:5])) + (", ..." if len(leaks) > 5 else "")
             warn_caller(
-                f"{len(leaks)} of {len(train)} training rows repeat a {name} row or its prompt "
-                f"(row {numbers}). What is measured on it then rewards learning by heart. "
-                f"alphatoken.train.leaks.leaking_rows(train_dataset, {name}_dataset) names all.",
+                f"{len(leaks)} of {len(train)} training rows repeat {one} or its prompt (row "
+                f"{numbers}). What is measured on it then rewards learning by heart. "
+                "alphatoken.train.leaks.leaking_rows names all.",
                 AlphaTokenWarning,
             )
 

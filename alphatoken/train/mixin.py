@@ -104,6 +104,13 @@ def _own_config(args: Any, ours: type[Any]) -> Any:
     return args
 
 
+def _evaluation_rows(rows: Any) -> dict[str, Any]:
+    """Sets of evaluation rows by what one of their rows is called; transformers takes several."""
+    if isinstance(rows, Mapping):
+        return {f"a row of the evaluation set '{name}'": own for name, own in rows.items()}
+    return {} if rows is None else {"an evaluation row": rows}
+
+
 class AlphaTrainerMixin(TrainerInterface):
     """Token valuation and selection for a trainer; see the module's text.
 
@@ -235,13 +242,15 @@ class AlphaTrainerMixin(TrainerInterface):
                 weights = self.row_weights if name == "train" else "refused"
                 how = arguments if weights == "refused" else {**arguments, WEIGHTS: weights}
                 by_name[name] = self.read(rows, _NAMES.get(name, name), how)
-        plain = {name: plain_rows(rows) for name, rows in by_name.items()}
         train = by_name.pop("train", None)
         if train is not None:
             arguments["train_dataset"] = train
             if args.process_index == 0:
+                held = {f"a {_NAMES.get(name, name)} row": rows for name, rows in by_name.items()}
+                held |= _evaluation_rows(arguments.get("eval_dataset"))
+                others = {one: plain_rows(rows) for one, rows in held.items()}
                 text_field = getattr(args, "dataset_text_field", "text")
-                warn_of_leaks(plain.pop("train"), plain, text_field=text_field)
+                warn_of_leaks(plain_rows(train), others, text_field=text_field)
         return {name: by_name.get(name) for name in datasets}
 
     def _refuse_virtual_tokens(self) -> None:

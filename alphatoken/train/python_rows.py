@@ -579,11 +579,62 @@ def check_left(rows: Any, prepared: Any, args: Any) -> None:
             remedy="a larger max_length, or shorter prompts",
         )
     # Packed rows are other rows, and are not counted.
-    if after < before and not getattr(args, "packing", False):
-        survey = Survey("training rows")
-        survey.leave_out(f"no response token within max_length={limit}", count=before - after)
-        (sentence,) = survey.left_out(f"of {before} training rows left out")
-        warn_caller(f"{sentence}.", AlphaTokenWarning)
+    if not getattr(args, "packing", False):
+        warn_of_left(rows, prepared, "training", args)
+
+
+def warn_of_left(rows: Any, kept: Any, name: str, args: Any) -> None:
+    """Warn of rows that were left out because no response token is left of them, by their number.
+
+    Args:
+        rows: as they were handed over; of a stream nothing is counted.
+        kept: those that are left.
+        name: of the data set.
+        args: configuration of the trainer.
+    """
+    before = len(rows) if hasattr(rows, "__len__") else 0
+    if len(kept) >= before:
+        return
+    survey, limit = Survey(f"{name} rows"), getattr(args, "max_length", None)
+    within = "" if limit is None else f" within max_length={limit}"
+    survey.leave_out(f"no response token{within}", count=before - len(kept))
+    (sentence,) = survey.left_out(f"of {before} {name} rows left out")
+    warn_caller(f"{sentence}.", AlphaTokenWarning)
+
+
+# --- rows that are cut ----------------------------------------------------------------------------
+
+
+def kept_tokens(args: Any, *, packed: bool) -> slice:
+    """Tokens of a row that TRL's truncation leaves.
+
+    Args:
+        args: configuration of the trainer.
+        packed: the rows are packed.
+    """
+    limit = getattr(args, "max_length", None)
+    prepared = not (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+    if limit is None or not prepared:
+        return slice(None)
+    if packed:
+        # Only this way of packing cuts rows; the others go on in the next block.
+        return slice(limit if args.packing_strategy == "bfd" else None)
+    return slice(None, limit) if args.truncation_mode == "keep_start" else slice(-limit, None)
+
+
+def trained_parts(row: Mapping[str, Any], args: Any) -> Iterator[dict[str, Any]]:
+    """What TRL trains on of a tokenised row: its tokens that are left, or parts of a split row.
+
+    Args:
+        row: with ``input_ids``, before it is cut or packed.
+        args: configuration of the trainer.
+    """
+    length, packed = len(row["input_ids"]), bool(getattr(args, "packing", False))
+    parts = [kept_tokens(args, packed=packed)]
+    if packed and args.packing_strategy == "bfd_split":
+        parts = [slice(at, at + args.max_length) for at in range(0, length, args.max_length)]
+    read = {name: row[name] for name in ("input_ids", "labels") if row.get(name) is not None}
+    yield from ({name: tokens[part] for name, tokens in read.items()} for part in parts)
 
 
 def cut_pair(

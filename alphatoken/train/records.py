@@ -39,7 +39,7 @@ from alphatoken.train.ledger import (
     row_documents,
 )
 from alphatoken.train.manifest import RESULTS, RUN
-from alphatoken.train.python_rows import plain_rows
+from alphatoken.train.python_rows import plain_rows, trained_parts
 from alphatoken.train.trainer_loss import MicroBatch, undivided
 from alphatoken.values import TokenValues, derivative_notes
 
@@ -226,14 +226,17 @@ class RunRecords:
         if self._named is None:
             return {}
         places, rows = self._named
-        if "input_ids" not in rows.column_names:  # TRL makes tokens of pairs, and keeps their order
+        tokens = "input_ids" in rows.column_names
+        if not tokens:  # TRL makes tokens of pairs, and keeps their order
             rows = prepared
         if rows is None or len(rows) != len(places):
             return {}
         how, named = self._trainer.export_arguments(), dict[bytes, str]()
         for place, row in zip(places, rows, strict=True):
-            for key, _ in row_documents(row, **how):
-                named.setdefault(key, place)
+            # Documents are of what is left of a row, which was named before it was cut.
+            for part in trained_parts(row, self._trainer.args) if tokens else (row,):
+                for key, _ in row_documents(part, **how):
+                    named.setdefault(key, place)
         return named
 
     def micro_batch(self, batch: MicroBatch, values: TokenValues | None, weights: Tensor) -> None:
@@ -292,7 +295,7 @@ class RunRecords:
         }
         shown = {name: text for name, text in facts.items() if text}
         notes = derivative_notes(derivatives)
-        if not places:
+        if not whole.documents.keys() <= places.keys():
             notes.append(
                 "A row number counts the training rows from 0, without those that were left out or "
                 "held out: it is no line of a file."

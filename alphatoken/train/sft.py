@@ -24,7 +24,7 @@ from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.model.loading import text_tokenizer
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.python_rows import columns_of, plain_rows, read_rows
+from alphatoken.train.python_rows import columns_of, plain_rows, read_rows, warn_of_left
 from alphatoken.train.row_weights import RowWeightsCollator, prepared_with_weights
 
 _COMPARED, _APART = 64, 0.8
@@ -184,8 +184,8 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
 
     Its arguments are those of TRL's ``SFTTrainer``, where ``args`` are an ``AlphaSFTConfig``, and
     those of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets come in any form that TRL
-    takes, or as lists of records or texts. Training rows that repeat a validation or retention row
-    are counted in a warning.
+    takes, or as lists of records or texts. Training rows that repeat a validation, retention or
+    evaluation row are counted in a warning.
 
     Source: eq. sft_masked_loss. Oracle: ``alphatoken.oracle``; equality with TRL is tested.
     """
@@ -270,7 +270,9 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         rows = [{"labels": row["input_ids"], **row} for row in prepared]
         if self.own_collator is None:  # which would read other columns, too
             rows = [{column: row[column] for column in ("input_ids", "labels")} for row in rows]
-        return self.with_responses(rows, name)
+        kept = self.with_responses(rows, name)
+        warn_of_left(dataset, kept, name, self.args)
+        return kept
 
     def _trains_whole(self) -> bool:
         """True if the first training rows are labelled whole; of a stream nothing is known."""

@@ -221,6 +221,143 @@ def test_controls_train_on_the_same_rows(tmp_path: Path) -> None:
         assert prompts(control.train_dataset) == prompts(top.train_dataset)
 
 
+def test_rows_that_max_length_cuts_are_counted(tmp_path: Path) -> None:
+    """In each set of rows that the run reads; TRL cuts them without a word."""
+    long = [{"prompt": f"long {i}", "response": "x" * 90} for i in range(4)]  # 98 tokens, one ends
+    train = jsonl(tmp_path / "train.jsonl", [*rows(10), *long[:2]])
+    held = jsonl(tmp_path / "held.jsonl", [*rows(4, 50), long[2]])
+    evaluated = jsonl(tmp_path / "eval.jsonl", [*rows(2, 70), long[3]])
+    words = (
+        "--train_file", str(train), "--validation_file", str(held), "--eval_data", str(evaluated),
+        "--eval_strategy", "steps", "--eval_steps", "5", "--retention", "none",
+    )  # fmt: skip
+
+    def said(*more: str) -> list[str]:
+        notes = load("sft", tmp_path, *words, *more, small=False).notes
+        return [note for note in notes if "longer than" in note]
+
+    tokens = len("long 0\n" + "x" * 90 + "\0")
+    assert said("--max_length", str(tokens)) == []
+    cut = "longer than 60 tokens: {} tokens cut off their {}."
+    expected = [("2 of 12 training", 2), ("1 of 5 validation", 1), ("1 of 3 evaluation", 1)]
+
+    def counted(packed: str | None = None, end: str = "ends") -> list[str]:
+        return [
+            f"{rows} rows are {packed if packed and n == 0 else cut.format(k * (tokens - 60), end)}"
+            for n, (rows, k) in enumerate(expected)
+        ]
+
+    short = ("--max_length", "60")
+    assert said(*short) == counted()
+    assert said(*short, "--truncation_mode", "keep_end") == counted(end="starts")
+    packed = (*short, "--packing", "true", "--eval_packing", "false", "--packing_strategy")
+    assert said(*packed, "bfd") == counted()
+    parts = "longer than 60 tokens: packing_strategy bfd_split takes them in parts."
+    assert said(*packed, "bfd_split") == counted(parts)
+
+
+@pytest.mark.parametrize(
+    ("option", "called"), [("choosing", "choosing {}"), ("retention", "retention {} of the race")]
+)
+def test_rows_that_a_race_looks_at_are_kept_out_of_all_others(
+    option: str, called: str, tmp_path: Path
+) -> None:
+    """Of choosing rows and of retention rows the page says that no arm has seen them."""
+    long = {"prompt": "long", "response": "x" * 90}
+    files = {
+        "train": rows(10), "validation": rows(4, 8), "choosing": rows(3, 40),
+        "retention": rows(3, 50), "retention_data": rows(3, 60),
+    }  # fmt: skip
+    files[option] = [*rows(2), *rows(1, 10), *rows(1, 60), long]
+    paths = {name: str(jsonl(tmp_path / f"{name}.jsonl", own)) for name, own in files.items()}
+
+    def read() -> tuple[dict[str, Any], str]:
+        words = [
+            "--use_cpu", "--bf16", "false", "--max_length", "60", "--no_chat_template",
+            "--retention", "data", "--policy", "top", "--keep_ratio", "0.5",
+        ]  # fmt: skip
+        words += ["--retention_data", paths["retention_data"]]
+        for name in ("train", "validation", "choosing", "retention"):
+            words += [f"--{name}_file", paths[name]]
+        said = read_arguments("sft", words, AlphaSFTConfig, race=True)
+        data, notes = load_run_data(said, Letters())
+        return data, "\n".join(notes)
+
+    data, said = read()
+    one = called.format("row")
+    assert prompts(data["train_dataset"]) == [f"ask {n}\n" for n in range(2, 8)]
+    assert prompts(data["validation_dataset"]) == [f"ask {n}\n" for n in (8, 9, 11)]
+    assert prompts(data["retention_dataset"]) == ["ask 61\n", "ask 62\n"]
+    for count, name in ((2, "training"), (1, "validation"), (1, "retention")):
+        assert f"{count} {name} rows repeat a {one} or its prompt and were removed." in said
+    assert f"1 of 5 {called.format('rows')} are longer than 60 tokens: 36 tokens cut" in said
+    paths["train"] = paths[option]
+    with pytest.raises(DataError, match=f"all 5 repeat a {one}"):
+        read()
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_rows_that_repeat_evaluation_rows_are_removed(command: str, tmp_path: Path) -> None:
+    make = rows if command == "sft" else pairs
+    train = jsonl(tmp_path / "train.jsonl", make(10))
+    held = jsonl(tmp_path / "held.jsonl", make(2, 8))
+    changed = {**make(1, 3)[0], WORDS[command]: "another answer"}
+    evaluated = jsonl(tmp_path / "eval.jsonl", [*make(2, 50), changed, *make(2, 8)])
+    words = [
+        "--train_file", str(train), "--validation_file", str(held), "--fisher_prompts", "0",
+        "--eval_data", str(evaluated), "--eval_strategy", "steps", "--eval_steps", "5",
+    ]  # fmt: skip
+    data = load(command, tmp_path, *words, small=False)
+    assert data.train_places == [f"train.jsonl, line {n}" for n in (1, 2, 3, 5, 6, 7, 8)]
+    assert len(data.train_dataset) == 7
+    assert len(data.eval_dataset) == 5
+    said = "1 training rows repeat an evaluation row or its prompt and were removed."
+    assert said in data.notes
+    words[words.index("--train_file") + 1] = str(evaluated)
+    with pytest.raises(DataError, match="all 3 repeat an evaluation row"):
+        load(command, tmp_path, *words, small=False)
+
+
+def test_rows_of_tokens_are_compared_with_rows_of_texts(tmp_path: Path) -> None:
+    """By their tokens: those of a prompt decode to the template's words around it.
+
+    Of the rows that `alphatoken score --rows tokens` writes the first response token may have no
+    label.
+    """
+    tokenizer = Letters()
+    tokenizer.chat_template = "as above"
+    texts = str(jsonl(tmp_path / "texts.jsonl", rows(10)))
+    none = ("--validation_rows", "0", "--fisher_prompts", "0", "--policy", "weights")
+    read = {"tokenizer": tokenizer, "small": False}
+    weight = ("--on_bad_rows", "error", *none)
+    made = load("sft", tmp_path, "--train_file", texts, *none[:-1], "standard", **read)
+    tokens = [dict(row) for row in made.train_dataset]
+    assert len(tokens) == 10
+    first = len(before_labels(tokens[3]))
+    tokens[3]["labels"] = [-100 if i == first else t for i, t in enumerate(tokens[3]["labels"])]
+    for row in tokens:
+        row["loss_weights"] = [float(label != -100) for label in row["labels"]]
+    held = {
+        "validation_file": [{**rows(1, 3)[0], "response": "another answer"}, *rows(1, 50)],
+        "retention_data": [*rows(1, 4), *rows(1, 60)],
+        "eval_data": [*rows(1, 5), *rows(1, 70)],
+    }
+    words = ["--train_file", str(jsonl(tmp_path / "tokens.jsonl", tokens))]
+    words += ["--eval_strategy", "steps", "--eval_steps", "5", "--retention", "data"]
+    for name, own in held.items():
+        words += [f"--{name}", str(jsonl(tmp_path / f"{name}.jsonl", own))]
+    data = load("sft", tmp_path, *words, *weight, **read)
+    left = [f"tokens.jsonl, line {n}" for n in (1, 2, 3, 7, 8, 9, 10)]
+    assert data.train_places == left
+    assert [note for note in data.notes if "removed" in note] == [
+        "1 training rows repeat a validation row or its prompt and were removed.",
+        "1 training rows repeat a retention row or its prompt and were removed.",
+        "1 training rows repeat an evaluation row or its prompt and were removed.",
+    ]
+    whole = load("sft", tmp_path, *words, *weight, "--leak_key", "conversation", **read)
+    assert whole.train_places == [*left[:3], "tokens.jsonl, line 4", *left[3:]]
+
+
 BROKEN: dict[str, tuple[list[dict[str, str]], list[str], tuple[str, ...]]] = {
     "sft": (
         [{"prompt": "p", "response": " "}, {"prompt": "x" * 200, "response": "long"}],

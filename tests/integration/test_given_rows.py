@@ -511,6 +511,22 @@ def test_training_rows_that_repeat_validation_rows_are_counted(tmp_path: Path) -
         sft(tmp_path, left, leaked)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_training_rows_that_repeat_evaluation_rows_are_counted(
+    several: bool, tmp_path: Path
+) -> None:
+    """Also where several sets are evaluated, of which each has a name."""
+    sets = {"old": HELD, "new": [{**SUMS[7], "completion": " another answer."}, *HELD]}
+    made = {name: Dataset.from_list([dict(row) for row in own]) for name, own in sets.items()}
+    one = "a row of the evaluation set 'new'" if several else "an evaluation row"
+    said = rf"1 of 24 training rows repeat {one} or its prompt \(row 7\)"
+    with pytest.warns(AlphaTokenWarning, match=said):
+        sft(tmp_path, SUMS, HELD, eval_dataset=made if several else made["new"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AlphaTokenWarning)
+        sft(tmp_path, SUMS, HELD, eval_dataset=made["old"])
+
+
 @pytest.mark.parametrize(
     "form",
     [

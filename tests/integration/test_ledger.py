@@ -425,7 +425,7 @@ def test_a_document_has_the_place_of_its_row_in_the_file(packed: bool, tmp_path:
     handed = Dataset.from_list([*text_rows(9), *text_rows(9)[2:4]])
     places = [f"train.jsonl, line {2 * n}" for n in range(11)]
     rows = list(pack_dataset(handed, seq_length=20, strategy="bfd")) if packed else list(handed)
-    trainer: Any = SimpleNamespace(export_arguments=dict)
+    trainer: Any = SimpleNamespace(export_arguments=dict, args=None)
     run = records.RunRecords(trainer)
     assert run._places(rows) == {}, "in Python no row has a line"
     run.name_rows(places, handed)
@@ -445,7 +445,7 @@ def test_a_document_has_the_place_of_its_row_in_the_file(packed: bool, tmp_path:
 
 def test_pairs_have_the_places_of_the_prepared_rows() -> None:
     pairs = [{"prompt_ids": [0], "chosen_ids": [1, n], "rejected_ids": [2, n]} for n in range(3)]
-    run = records.RunRecords(SimpleNamespace(export_arguments=dict))  # type: ignore[arg-type]
+    run = records.RunRecords(SimpleNamespace(export_arguments=dict, args=None))  # type: ignore[arg-type]
     run.name_rows(["a", "b", "c"], Dataset.from_list([{"prompt": "x"}] * 3))
     assert [*run._places(pairs).values()] == ["a", "a", "b", "b", "c", "c"]
     assert run._places(pairs[:2]) == {}, "TRL left a pair out: no order tells which"

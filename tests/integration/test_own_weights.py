@@ -19,7 +19,13 @@ from trl import DPOTrainer, SFTTrainer
 
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training_rows import load_run_data
-from alphatoken.errors import AlphaTokenError, ConfigError, DataError, InputError
+from alphatoken.errors import (
+    AlphaTokenError,
+    AlphaTokenWarning,
+    ConfigError,
+    DataError,
+    InputError,
+)
 from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer, AlphaTrainer
 from alphatoken.train.policies.own_weights import OwnWeights
 from tests.integration import tiny_training as tiny
@@ -230,7 +236,8 @@ def test_evaluation_is_of_all_tokens(tmp_path: Path) -> None:
     """Rows to evaluate on have no weights, also where they bring some."""
     rows = weighed_tokens(12)
     more = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": Dataset.from_list(rows)}
-    own = run(own_sft(tmp_path / "own", train_dataset=rows, max_steps=1, **more))
+    with pytest.warns(AlphaTokenWarning, match="12 of 12 training rows repeat an evaluation row"):
+        own = run(own_sft(tmp_path / "own", train_dataset=rows, max_steps=1, **more))
     plain = tiny.made(SFTTrainer, tmp_path / "trl", eval_dataset=tiny.tokenised(12))
     plain.model.load_state_dict(own.model.state_dict())
     expected = plain.evaluate()["eval_loss"]

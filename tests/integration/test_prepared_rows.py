@@ -11,7 +11,9 @@ import pytest
 from datasets import Dataset
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError
+from alphatoken.score import read_values
 from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer
+from alphatoken.train.records import REPORT, VALUES
 from alphatoken.train.refusals import check_tokens
 from tests.integration import tiny_training as tiny
 
@@ -49,6 +51,32 @@ def test_rows_that_are_left_out_are_counted(kind: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", AlphaTokenWarning)
         trainer(kind, tmp_path, [f"{n}+{n}=" for n in range(5)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["validation", "retention"])
+def test_held_out_rows_that_are_left_out_are_counted(kind: str, name: str, tmp_path: Path) -> None:
+    """Values are of fewer rows than were given, and a race is decided by fewer."""
+    prompts = [f"{n}+{n}=" for n in range(5)]
+    held = {
+        one: rows(kind, [f"{n}+1=" for n in range(2, 7)]) for one in ("validation", "retention")
+    }
+
+    def make(long: int) -> Any:
+        own = {**held, name: rows(kind, [LONG] * long + [f"{n}+2=" for n in range(3, 8)])}
+        datasets = {f"{one}_dataset": of_name for one, of_name in own.items()}
+        options = {"policy": "top", "retention": "data", "objective": "both"}
+        return trainer(kind, tmp_path, prompts, **options, **datasets)
+
+    said = rf"2 of 7 {name} rows left out: no response token within max_length=16"
+    with pytest.warns(AlphaTokenWarning, match=said):
+        made = make(2)
+    assert len(getattr(made.rows, name)) == 5
+    with pytest.warns(AlphaTokenWarning, match="1 of 2 choosing rows left out: no response"):
+        made.prepare_rows(rows(kind, [LONG, "1+2="]), "choosing")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AlphaTokenWarning)
+        make(0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,6 +120,31 @@ def test_packed_rows_are_not_called_left_out(strategy: str, tmp_path: Path) -> N
         warnings.simplefilter("error", AlphaTokenWarning)
         prompts = [*long, *(f"{n}+{n}=" for n in range(5))]
         trainer("sft", tmp_path, prompts, packing=True, packing_strategy=strategy)
+
+
+CUTS = {
+    "start": {}, "end": {"truncation_mode": "keep_end"}, "bfd": {"packing_strategy": "bfd"},
+    "bfd_split": {"packing_strategy": "bfd_split"}, "wrapped": {"packing_strategy": "wrapped"},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode:FutureWarning")
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_row_that_is_cut_has_its_place_in_the_file(cut: str, tmp_path: Path) -> None:
+    """Where rows are joined to blocks without borders, the page says what its row numbers are."""
+    rows, places = tiny.tokenised(8), [f"train.jsonl, line {2 * n}" for n in range(8)]
+    lengths = [len(row["input_ids"]) for row in rows]
+    assert min(lengths) > 20, "all are cut"
+    packing = {"packing": True} if "packing_strategy" in CUTS[cut] else {}
+    own = {"train_dataset": rows, "max_steps": 4, "retention": "none", **packing, **CUTS[cut]}
+    made = tiny.sft(tmp_path, max_length=20, **own)
+    made.records.name_rows(places, rows)
+    made.train()
+    named = {one.place.partition(" (")[0] for one in read_values(tmp_path / VALUES)}
+    page = (tmp_path / REPORT).read_text("utf-8")
+    assert ("A row number counts the training rows" in page) == (cut == "wrapped")
+    assert named <= {*places} if cut != "wrapped" else not named & {*places}
+    assert len(named) > 4
 
 
 def paired(folder: Path, reference: Any, policy: Any = None) -> Any:

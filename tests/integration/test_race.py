@@ -357,6 +357,17 @@ def test_training_rows_that_choose_are_warned_of(tmp_path: Path) -> None:
         world.race(choosing_dataset=tiny.sft_rows(8), stop_after_looks=True)
 
 
+def test_rows_that_repeat_retention_rows_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training rows stay, of which a warning is given; what is valued against does not."""
+    rows = [*tiny.sums(8), *tiny.sums(4, seed=5)]
+    with pytest.warns(AlphaTokenWarning, match="8 of 24 training rows repeat a retention row"):
+        World(tmp_path).race(retention_rows=rows, stop_after_looks=True)
+    said = capsys.readouterr().err
+    assert "4 validation rows repeat a retention row and were left out" in said
+
+
 def test_an_arm_that_breaks_leaves_and_the_race_goes_on(tmp_path: Path) -> None:
     """Its reason is in the state and on the page; ``all`` that breaks ends the race."""
     world = World(tmp_path)

@@ -9,6 +9,7 @@ from tests.property import (
     test_coloured,
     test_corpus,
     test_demo,
+    test_held_apart,
     test_queries,
     test_shown_tokens,
 )
@@ -17,7 +18,7 @@ from tests.property import test_diagnose_data as verdicts
 from tests.property import test_presets as presets
 from tests.property import test_value_page as value_page
 from tests.property.decoder import DecoderConfig
-from tests.property.mutation import claim, row
+from tests.property.mutation import Claim, claim, row
 
 # --- corpora of any size -------------------------------------------------------------------------
 
@@ -69,6 +70,13 @@ MARKED = claim(
 QUERIES = claim(test_queries.test_each_query_has_the_values_that_it_has_alone, examples=1)
 
 
+def _apart(by_prompt: bool) -> Claim:
+    """Rows of tokens beside rows that are measured."""
+    case = (test_held_apart.HELD, test_held_apart.ROWS, test_held_apart.SKIPPED, by_prompt)
+    check = test_held_apart.test_rows_of_tokens_repeat_no_row_that_is_measured
+    return claim(check, *case, examples=1, tested=True)
+
+
 ENDS = claim(value_page.test_the_rows_at_either_end, value_page.ROWS, examples=150)
 KINDS = claim(value_page.test_values_by_kind_of_token, value_page.ROWS, examples=150)
 MARKS = claim(
@@ -84,6 +92,18 @@ CORPORA = (
     row("rows-that-say-the-same-are-left-out", QUERIES,
         "a training row that repeats a query is removed, as one that repeats a validation row is",
         ("score.job.prepare_rows", "if not options.query", "if True")),
+    row("rows-of-tokens-compared-by-their-texts", _apart(True),
+        "a row of tokens that repeats a row of texts is trained on",
+        ("cli.held_apart.apart_from", "if any(map(came_as_tokens, items))", "if False")),
+    row("prompts-of-tokens-end-at-the-first-label", _apart(True),
+        "a row of a held-out prompt whose first response token is dropped is trained on",
+        ("cli.held_apart._same_tokens", "if n <= end", "if n == end")),
+    row("a-start-token-is-a-prompt", _apart(True),
+        "rows that have the start token in common are taken for repeats",
+        ("cli.held_apart._same_tokens", "if len(prompt) > 1", "if prompt")),
+    row("rows-of-tokens-share-no-prompt", _apart(False),
+        "rows of tokens that share a prompt alone are left out against --leak_key conversation",
+        ("cli.held_apart._same_tokens", 'if by == "prompt"', "if by")),
     row("last-ties-of-all", SHARE,
         "of equal values at the threshold the last ones are kept",
         ("select.masks.top_mask", "== edge)[: count", "== edge)[::-1][: count")),
@@ -419,7 +439,7 @@ SHOWN = (
         ("cli.show_run._cut", "own[:1] = [None] * len(own[:1])", "pass")),
     row("rows-shown-cut-at-the-other-end", TRUNCATED,
         "rows are shown with the end that truncation takes",
-        ("cli.show_run._kept", '== "keep_start"', '!= "keep_start"')),
+        ("train.python_rows.kept_tokens", '== "keep_start"', '!= "keep_start"')),
     row("prompt-shown-as-trained", TRUNCATED,
         "tokens without a label are shown as trained on",
         ("cli.show_run._of_rows", "None if label == IGNORE else weight", "weight")),

@@ -1,0 +1,91 @@
+"""Rows that are measured, and all others without those that repeat one of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+from alphatoken.data import Example, Pair, leak_keys
+from alphatoken.data.split import repeated_in
+from alphatoken.errors import DataError
+from alphatoken.model.batch import IGNORE
+
+Item = Example | Pair
+"""An example to train on; other rows are compared with its ``row``."""
+
+
+def take_apart(
+    held: Sequence[Item], what: str, others: Mapping[str, list[Item]], by: str
+) -> list[str]:
+    """Take what repeats the rows ``held`` out of the others, in place; and say how much, by name.
+
+    Args:
+        held: rows that are measured.
+        what: one of them is called.
+        others: name -> rows.
+        by: option ``leak_key``.
+
+    Raises:
+        DataError: nothing is left of one of the others.
+    """
+    notes = []
+    for name, items in others.items():
+        items[:], left = apart_from(held, items, by)
+        if left:
+            notes.append(f"{left} {name} rows repeat {what} or its prompt and were removed.")
+        if not items:
+            raise DataError(
+                f"no {name} row is left",
+                got=f"all {left} repeat {what}",
+                why="what is measured on rows that were seen rewards learning by heart",
+                remedy="other rows for one of the two",
+            )
+    return notes
+
+
+def apart_from(held: Sequence[Item], items: Sequence[Item], by: str) -> tuple[list[Item], int]:
+    """Items that repeat none of the rows ``held``, and how many do."""
+    keys = {"held": {key for item in held for key in leak_keys(item.row)}}
+    repeats = _same_tokens(held, by) if any(map(came_as_tokens, items)) else None
+    kept = [
+        item
+        for item in items
+        if repeated_in(item.row, keys, by) is None
+        and not (repeats and isinstance(item, Example) and item.decoded and repeats(item))
+    ]
+    return kept, len(items) - len(kept)
+
+
+def came_as_tokens(item: Item) -> bool:
+    """True of a row that came as tokens."""
+    return isinstance(item, Example) and item.decoded
+
+
+def _same_tokens(held: Sequence[Item], by: str) -> Callable[[Example], bool]:
+    """Tells whether a row of tokens is one of these rows, or begins with the prompt of one.
+
+    The texts of such a row are decoded, with what the chat template writes around them. Its first
+    label may be behind the first response token: `alphatoken score --rows tokens` drops some.
+    """
+    examples = [item for item in held if isinstance(item, Example)]
+    wholes = {_bytes(one.input_ids) for one in examples}
+    prompts = [one.input_ids[: first_label(one)] for one in examples if by == "prompt"]
+    # A start token alone is no prompt.
+    starts = {_bytes(prompt) for prompt in prompts if len(prompt) > 1}
+    lengths = sorted({len(start) for start in starts})
+
+    def repeats(row: Example) -> bool:
+        whole, end = _bytes(row.input_ids), len(_bytes(row.input_ids[: first_label(row)]))
+        return whole in wholes or any(whole[:n] in starts for n in lengths if n <= end)
+
+    return repeats
+
+
+def first_label(item: Example) -> int:
+    """Number of the first token with a label; the length of a row without one."""
+    labels = item.labels
+    return next((i for i, label in enumerate(labels) if label != IGNORE), len(labels))
+
+
+def _bytes(ids: Sequence[int]) -> bytes:
+    return array("q", ids).tobytes()
