@@ -24,13 +24,13 @@ from alphatoken.support.storage import write_json
 from benchmarks.pages import number, span, table
 
 KINDS = {
-    "words": "30 % of the words are wrong",
-    "words-10": "10 % of the words are wrong",
-    "responses": "30 % of the responses answer another row",
-    "mixed": "half of the rows are of another kind",
+    "words": "30 % wrong words",
+    "words-10": "10 % wrong words",
+    "responses": "30 % exchanged responses",
+    "mixed": "half of another kind",
     "clean": "clean",
-    "library": "functions, 30 % of their words are wrong",
-    "cut": "half of the responses end in their middle",
+    "library": "functions, 30 % wrong words",
+    "cut": "half of the responses cut",
 }
 """Kinds of rows, and what is in them."""
 FILES = {"library": "library-words.jsonl"}
@@ -39,7 +39,7 @@ HELD_OUT = 1
 """The draw of rows that nothing on the page was chosen by."""
 STEPS, LOOKS = 120, (20, 40)
 RESULTS = Path(__file__).with_name("results") / "races.json"
-_SHOWN = ("walk-80", "walk-rows")
+_SHOWN = ("walk-80",)
 _WITH_ROWS = ("mixed",)
 """Kinds of rows on which whole rows are raced too, in full: that arm values all rows first."""
 
@@ -223,11 +223,12 @@ def rows_of_page(figures: Mapping[str, Any]) -> str:
     rows = []
     for race in figures["races"].values():
         last = list(race["looks"].values())[-1]
+        about = SETTINGS[race["grid"]].about + f", seed {race['seed']}" * (race["seed"] > 0)
         held = ", held out" if race["draw"] == HELD_OUT else ""
         rows.append(
             (
                 KINDS[race["task"]],
-                f"{SETTINGS[race['grid']].about}, seed {race['seed']}{held}",
+                f"{about}{held}",
                 *(_with_ends(last.get(arm), arm in race["ends"]) for arm in _SHOWN),
                 f"`{race['winner']}`",
                 *(number(race["ends"].get(arm), 3, "+") for arm in _SHOWN),
