@@ -64,7 +64,7 @@ def test_what_is_kept_is_read_from_a_race(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("grid", "rate"), [("rivals", 3e-5), ("long_gemma3", 3e-4)])
 def test_a_race_is_a_recipe_of_the_command(tmp_path: Path, grid: str, rate: float) -> None:
     """Arms are those of the grid of rivals, and looks end with the run."""
-    race = races.Race(grid, "words", 0, 3)
+    race = races.Race(grid, "mixed", 0, 3)
     options = races.recipe(race, "model", tmp_path, tmp_path / "judge.jsonl")
     assert options["seed"] == options["value_seed"] == 3
     assert options["looks"] == [20, 40, 120]
@@ -107,9 +107,12 @@ def test_held_out_races_have_means_of_their_own(
     assert end < 0
     assert (seen["to_all"], seen["worst_to_all"]) == pytest.approx((end / 2, 0.0))
     assert held_out["worst_to_all"] == pytest.approx(end)
-    del figures["races"][asked[1].name]["ends"]["walk-rows"]
+    for name in (asked[0].name, asked[1].name):
+        del figures["races"][name]["looks"]["40"]["walk-80"]
+    del figures["races"][asked[1].name]["ends"]["walk-80"]
     page = races.rows_of_page(figures)
-    by_rows = [line.split("|")[4].strip() for line in page.splitlines()[2:]]
-    assert by_rows[1:] == ["left", "–"], "an arm that left is none that was not raced"
+    by_walk = [line.split("|")[3].strip() for line in page.splitlines()[2:]]
+    assert by_walk[1:] == ["left", "–"], "an arm that left is none that was not raced"
     assert page.count("held out") == 1
-    assert "LoRA, seed 0" in page
+    assert "| LoRA |" in page
+    assert "| full, seed 1, held out |" in page
