@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeGuard
 
 from alphatoken.data import Example, Pair, leak_keys
 from alphatoken.data.split import repeated_in
@@ -51,12 +52,12 @@ def apart_from(held: Sequence[Item], items: Sequence[Item], by: str) -> tuple[li
         item
         for item in items
         if repeated_in(item.row, keys, by) is None
-        and not (repeats and isinstance(item, Example) and item.decoded and repeats(item))
+        and not (repeats and came_as_tokens(item) and repeats(item))
     ]
     return kept, len(items) - len(kept)
 
 
-def came_as_tokens(item: Item) -> bool:
+def came_as_tokens(item: Item) -> TypeGuard[Example]:
     """True of a row that came as tokens."""
     return isinstance(item, Example) and item.decoded
 
@@ -69,19 +70,19 @@ def _same_tokens(held: Sequence[Item], by: str) -> Callable[[Example], bool]:
     """
     examples = [item for item in held if isinstance(item, Example)]
     wholes = {_bytes(one.input_ids) for one in examples}
-    prompts = [one.input_ids[: first_label(one)] for one in examples if by == "prompt"]
+    prompts = [one.input_ids[: _first_label(one)] for one in examples if by == "prompt"]
     # A start token alone is no prompt.
     starts = {_bytes(prompt) for prompt in prompts if len(prompt) > 1}
     lengths = sorted({len(start) for start in starts})
 
     def repeats(row: Example) -> bool:
-        whole, end = _bytes(row.input_ids), len(_bytes(row.input_ids[: first_label(row)]))
+        whole, end = _bytes(row.input_ids), len(_bytes(row.input_ids[: _first_label(row)]))
         return whole in wholes or any(whole[:n] in starts for n in lengths if n <= end)
 
     return repeats
 
 
-def first_label(item: Example) -> int:
+def _first_label(item: Example) -> int:
     """Number of the first token with a label; the length of a row without one."""
     labels = item.labels
     return next((i for i, label in enumerate(labels) if label != IGNORE), len(labels))

@@ -134,11 +134,9 @@ def next_command(answer: str, words: str, rows: int) -> str:
     """
     if not words:
         return ""
-    return (
-        f"alphatoken sft --policy standard {words}"
-        if answer == ALIKE
-        else race_command(words, rows)
-    )
+    if answer == ALIKE:
+        return f"alphatoken sft --policy standard {words}"
+    return race_command(words, rows)
 
 
 def race_command(words: str, rows: int) -> str:

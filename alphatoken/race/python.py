@@ -103,22 +103,16 @@ def race(
     text_field = getattr(args, "dataset_text_field", "text")
     if choosing_dataset is None:
         validation_dataset, choosing_dataset = _split(
-            validation_dataset, config.choosing_rows, args.value_seed, text_field
+            validation_dataset, config.choosing_rows, args.value_seed
         )
-    else:
-        choosing_dataset = as_dataset(choosing_dataset, "choosing")
-        if validation_dataset is not None:
-            validation_dataset = _without_leaks(validation_dataset, choosing_dataset, text_field)
-    rows = {"choosing": choosing_dataset}
+    rows = {"choosing": as_dataset(choosing_dataset, "choosing")}
     if retention_rows is not None:
         rows["retention"] = as_dataset(retention_rows, "retention")
-        if validation_dataset is not None:
-            validation_dataset = _without_leaks(
-                validation_dataset, rows["retention"], text_field, "retention"
-            )
+    for name, own in rows.items() if validation_dataset is not None else ():
+        validation_dataset = _without_leaks(validation_dataset, own, name, text_field)
     own = {name: arguments.pop(name) for name in _DATASETS & arguments.keys()}
     datasets = {"validation_dataset": validation_dataset, **own}
-    check_arms(configurations, {**datasets, "choosing_dataset": choosing_dataset})
+    check_arms(configurations, {**datasets, "choosing_dataset": rows["choosing"]})
     measured = {f"a {name} row": plain_rows(of_name) for name, of_name in rows.items()}
     warn_of_leaks(plain_rows(train_dataset), measured, text_field=text_field)
     folder = Path(str(args.output_dir))
@@ -202,7 +196,7 @@ def _make(
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def _split(dataset: Any, wanted: int | None, seed: int, text_field: str) -> tuple[Any, Any]:
+def _split(dataset: Any, wanted: int | None, seed: int) -> tuple[Any, Any]:
     if not hasattr(dataset, "__len__"):
         raise ConfigError(
             "choosing rows cannot be set aside of a stream",
@@ -210,13 +204,12 @@ def _split(dataset: Any, wanted: int | None, seed: int, text_field: str) -> tupl
             remedy="a list or a datasets.Dataset, or choosing_dataset=...",
         )
     chosen, rest = choosing_numbers(len(dataset), wanted, seed)
-    choosing = take(dataset, chosen)
-    return _without_leaks(take(dataset, rest), choosing, text_field), choosing
+    return take(dataset, rest), take(dataset, chosen)
 
 
-def _without_leaks(validation: Any, held: Any, text_field: str, name: str = "choosing") -> Any:
-    """Validation rows, without those that are rows ``held`` or have the prompt of one."""
-    plain = plain_rows(validation), plain_rows(held)
+def _without_leaks(validation: Any, measured: Any, name: str, text_field: str) -> Any:
+    """Validation rows, without those that are rows ``measured`` or have the prompt of one."""
+    plain = plain_rows(validation), plain_rows(measured)
     leaks = set(leaking_rows(*plain, text_field=text_field))
     if not leaks:
         return validation

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alphatoken.data import Row, leak_keys, pair_of
+from alphatoken.data.encode import prompt_tokens
 from alphatoken.data.rows import Fields, row_of
 from alphatoken.errors import AlphaTokenWarning, DataError, warn_caller
 from alphatoken.train.python_rows import form_of
@@ -56,10 +57,9 @@ def warn_of_leaks(train: Any, others: Mapping[str, Any], *, text_field: str = "t
 def _keys(record: Mapping[str, Any], text_field: str) -> set[str]:
     """Keys of one record; none of a record that is no text (images, tool calls)."""
     if "input_ids" in record:  # what comes before the first label is the prompt
-        ids, labels = list(record["input_ids"]), record.get("labels") or ()
-        first = next((i for i, label in enumerate(labels) if label != -100), 0)
-        # A start token alone is no prompt.
-        return {str(ids), f"prompt {ids[:first]}"} if first > 1 else {str(ids)}
+        ids = list(record["input_ids"])
+        prompt = prompt_tokens(ids, record.get("labels") or ())
+        return {str(ids), f"prompt {prompt}"} if len(prompt) < len(ids) else {str(ids)}
     try:
         return leak_keys(_row(record, text_field))
     except (DataError, TypeError):

@@ -97,8 +97,13 @@ class LabelledRows(AlphaTrainerMixin):
         labels: torch.Tensor = self.row_batch([dict(row)])["labels"][0].cpu()
         return labels
 
-    def with_responses(self, rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-        """Rows with a response token; warns if validation and training rows differ in their labels.
+    def with_responses(
+        self, rows: list[dict[str, Any]], name: str, dataset: Any
+    ) -> list[dict[str, Any]]:
+        """Rows with a response token.
+
+        Warns if validation and training rows differ in their labels, and of rows of the ``dataset``
+        as it was handed over that are not left.
 
         Raises:
             InputError: none has.
@@ -114,6 +119,7 @@ class LabelledRows(AlphaTrainerMixin):
             )
         if name == "validation":
             self._compare_labels([labels[i] for i in kept])
+        warn_of_left(dataset, kept, name, self.args)
         return [rows[i] for i in kept]
 
     def _compare_labels(self, validation_labels: Sequence[torch.Tensor]) -> None:
@@ -270,9 +276,7 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         rows = [{"labels": row["input_ids"], **row} for row in prepared]
         if self.own_collator is None:  # which would read other columns, too
             rows = [{column: row[column] for column in ("input_ids", "labels")} for row in rows]
-        kept = self.with_responses(rows, name)
-        warn_of_left(dataset, kept, name, self.args)
-        return kept
+        return self.with_responses(rows, name, dataset)
 
     def _trains_whole(self) -> bool:
         """True if the first training rows are labelled whole; of a stream nothing is known."""

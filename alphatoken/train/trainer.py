@@ -20,7 +20,6 @@ from alphatoken.train.python_rows import (
     WEIGHTS,
     plain_rows,
     require_tokens,
-    warn_of_left,
     with_token_weights,
 )
 from alphatoken.train.sft import LabelledRows, refuse_losses
@@ -177,9 +176,7 @@ class AlphaTrainer(LabelledRows, Trainer):
             rows = [{"labels": row["input_ids"], **row} for row in rows]
             read = ("input_ids", "labels", *self.BESIDE)
             rows = [{k: row[k] for k in read if k in row} for row in rows]
-        kept = self.with_responses(rows, name)
-        warn_of_left(dataset, kept, name, self.args)
-        return kept
+        return self.with_responses(rows, name, dataset)
 
 
 def _require_batches(rows: Any, size: int) -> None:
