@@ -16,12 +16,12 @@ Item = Example | Pair
 
 
 def take_apart(
-    held: Sequence[Item], what: str, others: Mapping[str, list[Item]], by: str
+    held_out: Sequence[Item], what: str, others: Mapping[str, list[Item]], by: str
 ) -> list[str]:
-    """Take what repeats the rows ``held`` out of the others, in place; and say how much, by name.
+    """Take what repeats the rows ``held_out`` out of the others, in place; say how much, by name.
 
     Args:
-        held: rows that are measured.
+        held_out: rows that are measured.
         what: one of them is called.
         others: name -> rows.
         by: option ``leak_key``.
@@ -31,7 +31,7 @@ def take_apart(
     """
     notes = []
     for name, items in others.items():
-        items[:], left = apart_from(held, items, by)
+        items[:], left = apart_from(held_out, items, by)
         if left:
             notes.append(f"{left} {name} rows repeat {what} or its prompt and were removed.")
         if not items:
@@ -44,10 +44,10 @@ def take_apart(
     return notes
 
 
-def apart_from(held: Sequence[Item], items: Sequence[Item], by: str) -> tuple[list[Item], int]:
-    """Items that repeat none of the rows ``held``, and how many do."""
-    keys = {"held": {key for item in held for key in leak_keys(item.row)}}
-    repeats = _same_tokens(held, by) if any(map(came_as_tokens, items)) else None
+def apart_from(held_out: Sequence[Item], items: Sequence[Item], by: str) -> tuple[list[Item], int]:
+    """Items that repeat none of the rows ``held_out``, and how many do."""
+    keys = {"rows": {key for item in held_out for key in leak_keys(item.row)}}
+    repeats = _same_tokens(held_out, by) if any(map(came_as_tokens, items)) else None
     kept = [
         item
         for item in items
@@ -62,13 +62,13 @@ def came_as_tokens(item: Item) -> TypeGuard[Example]:
     return isinstance(item, Example) and item.decoded
 
 
-def _same_tokens(held: Sequence[Item], by: str) -> Callable[[Example], bool]:
+def _same_tokens(held_out: Sequence[Item], by: str) -> Callable[[Example], bool]:
     """Tells whether a row of tokens is one of these rows, or begins with the prompt of one.
 
     The texts of such a row are decoded, with what the chat template writes around them. Its first
     label may be behind the first response token: `alphatoken score --rows tokens` drops some.
     """
-    examples = [item for item in held if isinstance(item, Example)]
+    examples = [item for item in held_out if isinstance(item, Example)]
     wholes = {_bytes(one.input_ids) for one in examples}
     prompts = [one.input_ids[: _first_label(one)] for one in examples if by == "prompt"]
     # A start token alone is no prompt.

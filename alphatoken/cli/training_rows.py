@@ -560,9 +560,9 @@ def _separate(
     notes, data = list[str](), arguments.data
     if any(map(came_as_tokens, train)):  # below, rows are compared by their texts
         train = list(train)
-        for name, held in own.items():
+        for name, held_out in own.items():
             what = "a prompt of the Fisher" if name == "fisher" else f"a {name} row"
-            notes += take_apart(held, what, {"training": train}, data.leak_key)
+            notes += take_apart(held_out, what, {"training": train}, data.leak_key)
     items = {"train": train, **own}
     rows = {name: [item.row for item in some] for name, some in items.items()}
     item_of = {  # a pair makes its row anew each time

@@ -113,8 +113,8 @@ def race(
     own = {name: arguments.pop(name) for name in _DATASETS & arguments.keys()}
     datasets = {"validation_dataset": validation_dataset, **own}
     check_arms(configurations, {**datasets, "choosing_dataset": rows["choosing"]})
-    measured = {f"a {name} row": plain_rows(of_name) for name, of_name in rows.items()}
-    warn_of_leaks(plain_rows(train_dataset), measured, text_field=text_field)
+    others = {f"a {name} row": plain_rows(of_name) for name, of_name in rows.items()}
+    warn_of_leaks(plain_rows(train_dataset), others, text_field=text_field)
     folder = Path(str(args.output_dir))
     run = Race(
         partial(_make, kind, model, args, train, datasets, arguments),
@@ -207,9 +207,9 @@ def _split(dataset: Any, wanted: int | None, seed: int) -> tuple[Any, Any]:
     return take(dataset, rest), take(dataset, chosen)
 
 
-def _without_leaks(validation: Any, measured: Any, name: str, text_field: str) -> Any:
-    """Validation rows, without those that are rows ``measured`` or have the prompt of one."""
-    plain = plain_rows(validation), plain_rows(measured)
+def _without_leaks(validation: Any, held_out: Any, name: str, text_field: str) -> Any:
+    """Validation rows, without those that are rows ``held_out`` or have the prompt of one."""
+    plain = plain_rows(validation), plain_rows(held_out)
     leaks = set(leaking_rows(*plain, text_field=text_field))
     if not leaks:
         return validation

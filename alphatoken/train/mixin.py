@@ -246,9 +246,9 @@ class AlphaTrainerMixin(TrainerInterface):
         if train is not None:
             arguments["train_dataset"] = train
             if args.process_index == 0:
-                held = {f"a {_NAMES.get(name, name)} row": rows for name, rows in by_name.items()}
-                held |= _evaluation_rows(arguments.get("eval_dataset"))
-                others = {one: plain_rows(rows) for one, rows in held.items()}
+                others = {f"a {_NAMES.get(name, name)} row": rows for name, rows in by_name.items()}
+                others |= _evaluation_rows(arguments.get("eval_dataset"))
+                others = {one: plain_rows(rows) for one, rows in others.items()}
                 text_field = getattr(args, "dataset_text_field", "text")
                 warn_of_leaks(plain_rows(train), others, text_field=text_field)
         return {name: by_name.get(name) for name in datasets}
