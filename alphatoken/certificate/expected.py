@@ -304,16 +304,20 @@ class Expected:
         weights = next(iter(self.scope.parameters.values())).dtype
         return tolerance_of(weights, self.inside.dtype)
 
+    @property
+    def _eps(self) -> float:
+        """Of the weights' arithmetic, or of float32 where the weights are narrower."""
+        weights = next(iter(self.scope.parameters.values())).dtype
+        return torch.finfo(torch.promote_types(weights, torch.float32)).eps
+
     def _conditions(self) -> Tensor:
         """Rounding that no code can avoid, by token, in units of the tolerance.
 
         The error of a loss at the logits is p - 1, with absolute terms 1 / (1 - p) times as large:
         a confident prediction has lost that many digits before anything is sent back.
         """
-        weights = next(iter(self.scope.parameters.values())).dtype
-        eps = torch.finfo(torch.promote_types(weights, torch.float32)).eps
-        unsure = (-torch.expm1(-self.losses.detach().double())).clamp(min=eps)
-        return 8 * eps / self.arithmetic[1] / unsure
+        unsure = (-torch.expm1(-self.losses.detach().double())).clamp(min=self._eps)
+        return 8 * self._eps / self.arithmetic[1] / unsure
 
     def _rows(self) -> None:
         """Label values: ``<grad l_k, M>``, one backward a token; and their sum by one more."""
@@ -490,10 +494,13 @@ class Expected:
         zero, sides = Entry.zero(self._shape, ()), Entries()
         self.components = {}
         for side in SIDES:
-            one, two = direct.get(side, zero), causal.get(side, zero)
-            self.components[side] = sides[side] = one + two
-            self.components[f"{side}_direct"] = one if split else None
-            self.components[f"{side}_causal"] = two if split else None
+            parts = {"direct": direct.get(side, zero), "causal": causal.get(side, zero)}
+            both = parts["direct"] + parts["causal"]
+            self.components[side] = sides[side] = both
+            # A part that a norm all but cancels keeps the rounding of what was cancelled.
+            more = both.times(8 * self._eps / self.arithmetic[1])
+            for part, entry in loosened(parts, dict.fromkeys(parts, more)).items():
+                self.components[f"{side}_{part}"] = entry if split else None
         self.components["total"] = self._total(sides, zero)
         self.unassigned = self._total(rest, Entry.zero(self._shape[:1], ()))
 

@@ -295,6 +295,16 @@ def test_a_value_off_the_response_does_not_agree() -> None:
     ),
     estimator="direct", window=None, objective="both", part="both",
 )  # fmt: skip
+@example(  # the norm behind one head of width 1 cancels all but 1e-15 of the causal part
+    setup=Setup(
+        case=make_case(
+            ("prpr",), (("pr",),), direction_seed=0, vocabulary=3, heads=1, kv_heads=1, head_dim=1,
+            mlp="plain", mlp_width=3, norm_place="sandwich", positions="none",
+        ),
+        layers="all",
+    ),
+    estimator="paper_literal", window=None, objective="both", part="both",
+)  # fmt: skip
 @budget(0.3, least=8)
 def test_right_code_agrees(
     setup: Setup, estimator: str, window: int | None, objective: str, part: str
