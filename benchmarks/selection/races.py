@@ -39,7 +39,7 @@ HELD_OUT = 1
 """The draw of rows that nothing on the page was chosen by."""
 STEPS, LOOKS = 120, (20, 40)
 RESULTS = Path(__file__).with_name("results") / "races.json"
-_SHOWN = ("walk-80",)
+_WALK = "walk-80"
 _WITH_ROWS = ("mixed",)
 """Kinds of rows on which whole rows are raced too, in full: that arm values all rows first."""
 
@@ -52,8 +52,8 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "rivals": Setting("full", 3.0e-5),
-    "long_lora": Setting("LoRA", 3.0e-4),
+    "rivals": Setting("SmolLM2, full", 3.0e-5),
+    "long_lora": Setting("SmolLM2, LoRA", 3.0e-4),
     "long_gemma3": Setting("Gemma, LoRA", 3.0e-4),
 }
 """By grid; the first of the two rates that the grid tries."""
@@ -219,29 +219,26 @@ def _means(races: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def rows_of_page(figures: Mapping[str, Any]) -> str:
-    """A line a race: what was seen at the last look, who won, and where each arm ended."""
-    rows = []
+    """A line for each kind of rows, a column for each grid, bold where ``walk-80`` won."""
+    lines: dict[tuple[int, int, str], dict[str, str]] = {}
     for race in figures["races"].values():
-        last = list(race["looks"].values())[-1]
-        about = SETTINGS[race["grid"]].about + f", seed {race['seed']}" * (race["seed"] > 0)
-        held = ", held out" if race["draw"] == HELD_OUT else ""
-        rows.append(
-            (
-                KINDS[race["task"]],
-                f"{about}{held}",
-                *(_with_ends(last.get(arm), arm in race["ends"]) for arm in _SHOWN),
-                f"`{race['winner']}`",
-                *(number(race["ends"].get(arm), 3, "+") for arm in _SHOWN),
-                number(race["to_best"], 3, "+"),
-            )
-        )
-    looks = [f"`{arm}` at step {LOOKS[-1]}" for arm in _SHOWN]
-    ends = [f"`{arm}` at the end" for arm in _SHOWN]
-    return table(("rows", "run", *looks, "winner", *ends, "winner minus best"), rows)
+        line = lines.setdefault((race["draw"], race["seed"], race["task"]), {})
+        line[race["grid"]] = _of_walk(race)
+    rows = [
+        (_rows_of(*asked), *(line.get(grid, number(None)) for grid in SETTINGS))
+        for asked, line in lines.items()
+    ]
+    return table(("rows", *(setting.about for setting in SETTINGS.values())), rows)
 
 
-def _with_ends(interval: Sequence[float] | None, raced: bool) -> str:
-    """Whether an arm without an interval had left before, or was none of the race's."""
-    if interval is None:
-        return "left" if raced else number(None)
-    return span(interval, 3, "+")
+def _rows_of(draw: int, seed: int, task: str) -> str:
+    """The kind, with what sets these races apart from the others."""
+    return KINDS[task] + f", seed {seed}" * (seed > 0) + ", held out" * (draw == HELD_OUT)
+
+
+def _of_walk(race: Mapping[str, Any]) -> str:
+    """The difference at the last look, unless the arm had left before, and where it ended."""
+    interval = [*race["looks"].values()][-1].get(_WALK)
+    before = "left" if interval is None else span(interval, 3, "+")
+    text = f"{before}; {number(race['ends'][_WALK], 3, '+')}"
+    return f"**{text}**" if race["winner"] == _WALK else text

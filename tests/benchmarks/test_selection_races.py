@@ -107,12 +107,11 @@ def test_held_out_races_have_means_of_their_own(
     assert end < 0
     assert (seen["to_all"], seen["worst_to_all"]) == pytest.approx((end / 2, 0.0))
     assert held_out["worst_to_all"] == pytest.approx(end)
-    for name in (asked[0].name, asked[1].name):
-        del figures["races"][name]["looks"]["40"]["walk-80"]
-    del figures["races"][asked[1].name]["ends"]["walk-80"]
-    page = races.rows_of_page(figures)
-    by_walk = [line.split("|")[3].strip() for line in page.splitlines()[2:]]
-    assert by_walk[1:] == ["left", "–"], "an arm that left is none that was not raced"
-    assert page.count("held out") == 1
-    assert "| LoRA |" in page
-    assert "| full, seed 1, held out |" in page
+    del figures["races"][asked[0].name]["looks"]["40"]["walk-80"]
+    page = [line.split(" | ") for line in races.rows_of_page(figures).splitlines()]
+    assert page[0][1:] == ["SmolLM2, full", "SmolLM2, LoRA", "Gemma, LoRA |"]
+    words, clean, held = page[2:]
+    assert words[1].startswith("**-0.2"), "bold where the walk won"
+    assert words[2:] == ["–", "– |"], "not raced"
+    assert (clean[0], clean[1], clean[2][:6]) == ("| clean", "–", "left; "), "it left before"
+    assert held[0] == "| half of the responses cut, seed 1, held out"
