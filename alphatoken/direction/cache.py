@@ -186,4 +186,4 @@ class DirectionCache(Generic[T]):
 
     def peek(self) -> T | None:
         """The one of the current weights if it is at hand; None where it would have to be built."""
-        return self.kept if self._age is not None and self._current_age() == self._age else None
+        return self.kept if self._age in (None, self._current_age()) else None

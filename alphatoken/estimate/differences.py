@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -206,6 +206,18 @@ class Differences:
         self._chooses = False  # whether the model sends tokens to parts of it by their numbers
         self._lengths = WeakTensorKeyDictionary()
         self._memory: list[Tensor] = []  # of moved weights, where no training step needs it
+
+    def state(self) -> dict[str, Any]:
+        """The steps in use, as JSON holds them."""
+        steps = [[form, side, asdict(step)] for (form, side), step in self._steps.items()]
+        return {"steps": steps, "chooses": self._chooses}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``state`` returned."""
+        for form, side, numbers in state["steps"]:
+            sizes = tuple(numbers["sizes"])
+            self._steps[form, side] = Step(**{**numbers, "sizes": sizes})
+        self._chooses = state["chooses"]
 
     def values(
         self,

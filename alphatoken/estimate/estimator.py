@@ -248,7 +248,14 @@ class Estimator(ABC, Generic[D]):
         self.cache.pin(former.cache.pinned)
 
     def forget(self) -> None:
-        """Drop what depends on batches that were valued; a resumed run knows nothing of them."""
+        """Drop what depends on batches that were valued, as a new scorer knows nothing of them."""
+
+    def batch_state(self) -> dict[str, Any]:
+        """What depends on batches that were valued, as JSON holds it, for a checkpoint."""
+        return {}
+
+    def load_batch_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``batch_state`` returned."""
 
     def _prove_pending(self, batch: LabelledBatch | None, sides: Sequence[Side] = ()) -> None:
         """Prove what is due on a slice of the first batch that M is built from, or of this one."""

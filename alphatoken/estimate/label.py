@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -278,6 +279,22 @@ class Label(Estimator[Direction]):
         self._refused, self._fallbacks = set(), set()
         self._differences = Differences(self.adapter, self.scored.sharding)
         self._starts = self._bases = True
+
+    def batch_state(self) -> dict[str, Any]:
+        """Steps of differences, and the ways that batches have refused."""
+        return {
+            "differences": self._differences.state(),
+            "refused": sorted(self._refused),
+            "fallbacks": sorted(self._fallbacks),
+            "starts": self._starts,
+            "bases": self._bases,
+        }
+
+    def load_batch_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``batch_state`` returned."""
+        self._differences.load_state(state["differences"])
+        self._refused, self._fallbacks = set(state["refused"]), set(state["fallbacks"])
+        self._starts, self._bases = state["starts"], state["bases"]
 
     def _by_forward_mode(self, recording: Recording, side: Side) -> DirectionalDerivative:
         start, losses = self._start(recording), list[Tensor]()

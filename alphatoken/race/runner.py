@@ -7,10 +7,9 @@ When one has won, its checkpoints are moved into ``output_dir``, and it goes on 
 does.
 
 Exact: the winner ends with the bits of the same run without a race, by the same property as a run
-that was killed and resumed (``train.checkpoint``); with ``direction_steps`` above 1, of the run
-that saves at the steps of the looks, since a save begins a new direction. A race that was killed
-goes on from ``race.json``, which is written whole each time an arm has been measured, before the
-arm's checkpoint.
+that was killed and resumed (``train.checkpoint``). A race that was killed goes on from
+``race.json``, which is written whole each time an arm has been measured, before the arm's
+checkpoint.
 """
 
 from __future__ import annotations

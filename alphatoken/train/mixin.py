@@ -74,8 +74,8 @@ from alphatoken.train.trainer_loss import PLAN_KEY, MicroBatchPlan, TrainerLoss
 from alphatoken.train.valuation import Valuation
 from alphatoken.train.weigher import StepGuard, Weigher
 
-_WALK = "walk/"
-"""Before the names of the weights at a walk's end, in a checkpoint."""
+_ALONG = "along/"
+"""Before the names of what later steps are valued along, in a checkpoint."""
 
 _NAMES = {"train": "training", "fisher": "Fisher"}
 """Name of a data set in messages, where it differs from its argument's."""
@@ -483,13 +483,13 @@ class AlphaTrainerMixin(TrainerInterface):
             self._push_from_checkpoint(str(final))
 
     def alpha_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Ledger, statistics since the last log, norm of the last gradient, and a walk's end."""
-        walk: dict[str, Tensor] = {}
+        """Ledger, statistics since the last log, norm of the last gradient, direction or walk."""
+        along: dict[str, Tensor] = {}
         values: dict[str, Any] | None = None
         if self.weigher is not None:
-            walk, values = self.valuation.state()
+            along, values = self.valuation.state()
         ledger = self.ledger.state_tensors()
-        tensors = {**ledger, **{f"{_WALK}{name}": end for name, end in walk.items()}}
+        tensors = {**ledger, **{f"{_ALONG}{name}": tensor for name, tensor in along.items()}}
         return tensors, {"monitor": self.monitor.state_values(), "values": values}
 
     def load_alpha_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
@@ -498,11 +498,11 @@ class AlphaTrainerMixin(TrainerInterface):
         Called once a resumed run, after all other callbacks' ``on_train_begin`` and before the
         first batch is read; model, optimizer and scheduler are loaded by then.
         """
-        walk = {n.removeprefix(_WALK): t for n, t in tensors.items() if n.startswith(_WALK)}
-        self.ledger.load_tensors({n: t for n, t in tensors.items() if not n.startswith(_WALK)})
+        along = {n.removeprefix(_ALONG): t for n, t in tensors.items() if n.startswith(_ALONG)}
+        self.ledger.load_tensors({n: t for n, t in tensors.items() if not n.startswith(_ALONG)})
         self.monitor.load_values(values["monitor"])
         if self.weigher is not None:
-            self.valuation.load(walk, values["values"])
+            self.valuation.load(along, values["values"])
 
     def alpha_data(self) -> dict[str, Any]:
         """Rows of all kinds and the Fisher: a resumed run must have the same."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from alphatoken.config import WALK
+from alphatoken.direction.algebra import Direction, norms
 from alphatoken.direction.objective import (
     mean_gradient,
     objective_value,
@@ -87,7 +88,8 @@ class Valuation:
         self._shown: bool | None = not options.disable_tqdm
         # Norm of the last step's gradient before it was cut; None where it is not kept.
         self._norm: Any = None
-        self._walk: tuple[int, dict[str, Tensor]] | None = None
+        self._loaded: tuple[int, dict[str, Tensor]] | None = None
+        self._of_batches: Mapping[str, Any] = {}
 
     # --- the direction ----------------------------------------------------------------------------
 
@@ -96,13 +98,12 @@ class Valuation:
         """Built at the first training step, when model and optimizer are wrapped."""
         if self._scorer is None:
             self._scorer = self._build()
-            if self._walk is not None:
-                self._built, end = self._walk
-                self._walk = None
+            if self._loaded is not None:
+                (self._built, tensors), self._loaded = self._loaded, None
                 self._scorer.pin(("step", self._built))
-                parameters = self._scorer.scored.parameters
-                ends = {n: t.to(parameters[n.removeprefix(BEHIND)].device) for n, t in end.items()}
-                self._scorer.estimator.cache.keep(ends)
+                self._scorer.estimator.cache.keep(_valued_along(tensors, self._scorer))
+            if self._of_batches:
+                self._scorer.estimator.load_batch_state(self._of_batches)
         return self._scorer
 
     def _build(self) -> Scorer:
@@ -221,13 +222,11 @@ class Valuation:
             monitor.gap(step, self.objective_gap(step))
 
     def _enter(self, step: int) -> None:
-        scorer, rows, lasts = self.scorer, self._rows, self._options.direction_lasts
+        scorer, rows = self.scorer, self._rows
         if step == self._step:
             return
         self._step = step
-        # A run that starts over (``auto_find_batch_size``) is at a step before the last build.
-        age = -1 if self._built is None else step - self._built
-        if age >= 0 and (lasts is None or age < lasts):
+        if not self._due(step):
             return
         self._built = step
         if self.pool is not None:
@@ -235,6 +234,13 @@ class Valuation:
         if self._retention_pool is not None:
             scorer.set_retention(self._draw(self._retention_pool, rows.retention, step))
         scorer.pin(("step", step))
+
+    def _due(self, step: int) -> bool:
+        """Whether this step begins with a new direction, or a new walk."""
+        lasts = self._options.direction_lasts
+        # A run that starts over (``auto_find_batch_size``) is at a step before the last build.
+        age = -1 if self._built is None else step - self._built
+        return age < 0 or (lasts is not None and age >= lasts)
 
     def objective_gap(self, step: int) -> dict[str, float]:
         """Mean validation objective on the rows of this step and on the held-out rows."""
@@ -363,24 +369,50 @@ class Valuation:
     # --- the checkpoint's part --------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """State for a checkpoint: the end of the walk in use; its step, and the last norm."""
-        end: dict[str, Tensor] = {}
-        if self._scorer is not None and self._scorer.config.estimator == WALK:
-            end = {} if self._built is None else self._scorer.estimator.cache.current()
-        elif self._scorer is not None:
-            # A resumed run builds its direction at its first step; so must the one that goes on.
-            self._built = None
-            self._scorer.refresh()
+        """State for a checkpoint: what later steps are valued along; its step, and the last norm.
+
+        Where the next step builds it anew, there is none.
+        """
+        estimator = None if self._scorer is None else self._scorer.estimator
+        kept = None if estimator is None else estimator.cache.peek()
+        if kept is None or self._due(self._trainer_loss.step):
+            self._built = kept = None
         # The next step's values of a full step are cut by it.
         norm = None if self._norm is None else float(self._norm)
-        return end, {"norm": norm, "walk": self._built if end else None}
+        of_batches = {} if estimator is None else estimator.batch_state()
+        return _tensors_of(kept), {"norm": norm, "along": self._built, "batches": of_batches}
 
-    def load(self, end: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Restore what ``state`` returned."""
         # The direction of a scorer that an earlier call of ``train`` built is of another step.
         self._scorer = self._step = self._built = None
-        self._norm = values["norm"]
-        self._walk = None if values["walk"] is None else (values["walk"], dict(end))
+        self._norm, self._of_batches = values["norm"], values["batches"]
+        self._loaded = None if values["along"] is None else (values["along"], dict(tensors))
+
+
+def _tensors_of(kept: Direction | Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Both sides of a direction, a walk's end as it is: of sharded weights this process's parts."""
+    if not isinstance(kept, Direction):
+        return dict(kept or {})
+    sides = {"adaptation": kept.adaptation, "stability": kept.stability or {}}
+    return {f"{side}/{n}": t for side, tensors in sides.items() for n, t in tensors.items()}
+
+
+def _valued_along(tensors: Mapping[str, Tensor], scorer: Scorer) -> Any:
+    """What ``_tensors_of`` took apart."""
+    parameters, sharding = scorer.scored.parameters, scorer.scored.sharding
+    if scorer.config.estimator == WALK:
+        return {n: t.to(parameters[n.removeprefix(BEHIND)].device) for n, t in tensors.items()}
+    sides: dict[str, dict[str, Tensor]] = {"adaptation": {}, "stability": {}}
+    for key, tensor in tensors.items():
+        side, _, name = key.partition("/")
+        sides[side][name] = tensor.to(parameters[name].device)
+    return Direction(
+        sides["adaptation"],
+        sides["stability"] if scorer.estimator.inputs.retains else None,
+        scorer.config.stability_weight,
+        norms_of=norms if sharding is None else sharding.norms,
+    )
 
 
 def _with_one_label(labels: Tensor, inputs: Mapping[str, Any]) -> Tensor:

@@ -221,15 +221,37 @@ def test_what_a_kill_leaves_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     same(*found)
 
 
-def test_a_direction_that_outlasts_a_save_is_built_anew_by_both_runs(tmp_path: Path) -> None:
-    """A checkpoint holds none: the run that goes on without a break builds one after it too."""
-    options = {"direction_steps": 3, "max_steps": 4, "save_steps": 2, "retention": "none"}
-    more = {"held_out_steps": 0, "validation_mode": "pool"}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"retention": "none"},
+        {"preconditioner": "full", "max_relative_drift": None},
+        pytest.param(  # some of these batches are too coarse for differences
+            {"retention": "none", "estimator": "label", "layers": "all", "parameters": "all"},
+            marks=pytest.mark.filterwarnings("ignore:label values are taken"),
+        ),
+        pytest.param(
+            {"retention": "none", "objective": "adaptation", "estimator": "walk",
+             "walk_steps": 2, "walk_refresh": 3, "walk_learning_rate": 1e-3, "layers": "3"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["adaptation", "both sides of a full step", "differences", "walk"],
+)  # fmt: skip
+def test_a_direction_that_outlasts_a_save_is_kept(tmp_path: Path, options: dict[str, Any]) -> None:
+    """That of the checkpoint is the one that a run without a save goes on with."""
+    steps_of_run = {"direction_steps": 3, "max_steps": 5, "save_steps": 2}
+    more = {"held_out_steps": 0, "validation_mode": "pool", **steps_of_run}
     run = Run("sft", tmp_path / "whole", options={**options, **more})
     whole, again = resumed(run)
     same(tiny.weights(whole.model), tiny.weights(again.model))
     assert tiny.losses(whole) == tiny.losses(again)
     same(whole.ledger.state_tensors(), again.ledger.state_tensors())
+    unsaved = {**run.options, "save_strategy": "no"}
+    alone = replace(run, folder=tmp_path / "unsaved", options=unsaved).trainer()
+    alone.train()
+    same(tiny.weights(whole.model), tiny.weights(alone.model))
+    assert tiny.losses(whole) == tiny.losses(alone)
 
 
 # --- what moves beside the model ------------------------------------------------------------------

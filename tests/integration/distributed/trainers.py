@@ -192,8 +192,9 @@ mixed = job(sft, policy="validation-mix", policy_options={"rows": 3}, retention=
 
 
 def resumed(layout: str, folder: Path) -> dict[str, Any]:
-    """Four steps at once, and two and two: the same."""
-    return _resumed(sft, layout, folder, validation_mode="pool", validation_batch_size=4)
+    """Four steps at once, and two and two: the same, with a direction that outlasts the save."""
+    pool = {"validation_mode": "pool", "validation_batch_size": 4}
+    return _resumed(sft, layout, folder, **pool, direction_steps=3)
 
 
 def followed(layout: str, folder: Path) -> dict[str, Any]:
