@@ -259,6 +259,8 @@ def _next(tokens: Sequence[TrainedTokens], reader: Any, request: ShowRequest) ->
             "them where a row brings a weight)"
         )
         return
+    elif not _names_policy(request.words):  # the tokens that are shown, all of them
+        words += ["--policy", "standard", "--validation_rows", "0"]
     yield f"\nnext: {shlex.join(['alphatoken', arguments.command, *words])}"
 
 

@@ -590,13 +590,15 @@ def _pool_notes(counts: Mapping[str, int], arguments: Arguments) -> list[str]:
     args = arguments.training
     policy = chosen_policy(args, None, args.FAMILY)
     judged = args.needs_values or (policy is not None and policy.needs.validation)
+    untrusted = ": they are no cleaner than the others; --validation_file names rows that you trust"
     drawn = {
-        "drawn_validation": ("rows drawn for validation", judged, "--validation_rows 0"),
-        "drawn_fisher": ("prompts drawn for the Fisher", args.needs_values, "--fisher_prompts 0"),
+        "drawn_validation": ("rows", "validation", judged, untrusted, "--validation_rows 0"),
+        "drawn_fisher": ("prompts", "the Fisher", args.needs_values, "", "--fisher_prompts 0"),
     }
     notes = []
-    for name, (what, read, option) in drawn.items():
+    for name, (what, use, read, quality, option) in drawn.items():
         if counts.get(name):
             unread = f", though this run reads none of them: {option} trains on them"
-            notes.append(f"{counts[name]} {what} and not trained on{'' if read else unread}.")
+            more = quality if read else unread
+            notes.append(f"{counts[name]} {what} drawn for {use} and not trained on{more}.")
     return notes + about_pools(counts, "Fisher prompts")

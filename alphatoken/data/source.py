@@ -215,7 +215,7 @@ class RowSource:
     def survey(self) -> Survey:
         """An empty survey of the rows, which knows the files of a folder."""
         files = [Path(part.path).name for part in self.parts]
-        return Survey(Path(self.path).name, files, self.unread)
+        return Survey(Path(self.path).name or str(self.path), files, self.unread)
 
     def limited(self, rows: int | None) -> RowSource:
         """The first rows alone; None leaves all."""

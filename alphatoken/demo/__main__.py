@@ -132,7 +132,8 @@ def _report(out: Path, model: Path, rows: DemoRows) -> Path:
     _say(f"\n{_table(places, rows)}\n\n{_shares(places, rows)}\n\n{_ends(scored, places, texts)}")
     verdict = Diagnosis.load(out / "verdict/data").conclusion
     _say(
-        f"\nverdict: {verdict}\npage: {page}\n{open_line(page)}\n"
+        f"\nverdict: {verdict}\nits page: {out / 'verdict/report.html'}\n"
+        f"page of the values: {page}\n{open_line(page)}\n"
         f"next, on your own rows: {_program()} diagnose data --model_name_or_path MODEL "
         "--train_file rows.jsonl --validation_file trusted.jsonl --output_dir verdict"
     )

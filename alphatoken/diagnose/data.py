@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,13 +77,15 @@ TRAIN_BATCH, EPOCHS = 8, 3
 """Training rows of a step, and passes over all of them, that TRL takes where none are named."""
 FIRST_LOOK = 20
 """Step before which no race looks, unless it is told to."""
+CHOOSING = 8
+"""Rows that a race sets aside at least to choose by, unless it is told how many."""
 
 
 @dataclass(frozen=True)
 class Options(CheckedOptions):
     """Options of the diagnostic ``data``."""
 
-    ends: int = option(10, "number of rows of lowest and of highest mean value to list", at_least=1)
+    ends: int = option(10, "rows to list of lowest, of highest value, of highest loss", at_least=1)
 
 
 def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
@@ -103,6 +106,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     records = {name: [_record(name, one) for one in own] for name, own in scored.items()}
     tests = {name: compare(records, name, subject.seed) for name in MEASURES}
     answer = verdict(tests, len(groups[TRUSTED]))
+    notes += _doubts_of_walk(records[TRUSTED])
     every = Table.of("data-rows", "Each row", [one for own in records.values() for one in own])
     ends = _ends(records[JUDGED], options.ends)
     return conclude(
@@ -120,36 +124,42 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "walk_learning_rate": config.walk_learning_rate,
             "level": LEVEL,
         },
-        next_command=next_command(answer, subject.words, len(groups[JUDGED])),
+        next_command=next_command(
+            answer, subject.words, len(groups[JUDGED]), len(walked) + len(groups[TRUSTED])
+        ),
         mark=GOOD if answer == ALIKE else DOUBTFUL,  # rows that differ need not be bad
         lists=_row_lists(subject, groups[JUDGED], scored[JUDGED], ends),
     )
 
 
-def next_command(answer: str, words: str, rows: int) -> str:
+def next_command(answer: str, words: str, rows: int, trusted: int) -> str:
     """The command that does what the answer advises; "" where no command has named the rows.
 
-    >>> next_command(ALIKE, "--train_file rows.jsonl", 400)
+    >>> next_command(ALIKE, "--train_file rows.jsonl", 400, 32)
     'alphatoken sft --policy standard --train_file rows.jsonl'
     """
     if not words:
         return ""
     if answer == ALIKE:
         return f"alphatoken sft --policy standard {words}"
-    return race_command(words, rows)
+    return race_command(words, rows, trusted)
 
 
-def race_command(words: str, rows: int) -> str:
+def race_command(words: str, rows: int, trusted: int) -> str:
     """The command of a race on so many training rows, of batches so small that it has a look.
 
-    >>> race_command("--train_file rows.jsonl", 400), race_command("--train_file rows.jsonl", 32)
-    ('alphatoken race --train_file rows.jsonl', 'alphatoken race --train_file rows.jsonl \
---per_device_train_batch_size 4')
+    Of few trusted rows half choose: by default eight do, which may leave none to value against.
+
+    >>> race_command("--train_file rows.jsonl", 400, 32)
+    'alphatoken race --train_file rows.jsonl'
+    >>> race_command("--train_file rows.jsonl", 32, 8)
+    'alphatoken race --train_file rows.jsonl --per_device_train_batch_size 4 --choosing_rows 4'
     """
     batch = next(
         b for b in (TRAIN_BATCH, 4, 2, 1) if b == 1 or -(-rows // b) * EPOCHS >= FIRST_LOOK
     )
     more = "" if batch == TRAIN_BATCH else f" --per_device_train_batch_size {batch}"
+    more += f" --choosing_rows {trusted // 2}" if trusted < 2 * CHOOSING else ""
     return f"alphatoken race {words}{more}"
 
 
@@ -278,6 +288,9 @@ def _scored(
     subject: Subject, scorer: Scorer, group: str, rows: Sequence[Example]
 ) -> list[ScoredExample]:
     """Values and losses of the rows, part by part; finished parts of the folder are read."""
+    folder, parts = subject.folder, range(-(-len(rows) // _PART))
+    if folder is None or not all(_path_of_part(folder, group, n).exists() for n in parts):
+        scorer.estimator.prepare()  # a walk is no part of the time that a row takes
     tracker = subject.tracker(f"Walk values of {group}", len(rows))
     tracker.report(0)
     scored: list[ScoredExample] = []
@@ -292,6 +305,10 @@ def _scored(
     return scored
 
 
+def _path_of_part(folder: Path, group: str, number: int) -> Path:
+    return folder / _FOLDERS[group] / f"part-{number:05d}.parquet"
+
+
 def _part_of(
     subject: Subject,
     scorer: Scorer,
@@ -303,7 +320,7 @@ def _part_of(
     size, ratio = subject.batch_size, subject.ratio
     if subject.folder is None:
         return list(score_rows(scorer, rows, size, ratio=ratio, report=report))
-    path = subject.folder / _FOLDERS[group] / f"part-{number:05d}.parquet"
+    path = _path_of_part(subject.folder, group, number)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_values(path, score_rows(scorer, rows, size, ratio=ratio, report=report))
@@ -439,11 +456,31 @@ def _tests_table(records: Records, tests: Mapping[str, Comparison]) -> Table:
     )
 
 
+def _doubts_of_walk(trusted: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence where the loss of the reference rises along the walk, which taught it nothing."""
+    mean = float(np.mean([one["value"] for one in trusted]))
+    if mean > 0:
+        return []
+    return [
+        f"The loss of the {len(trusted)} reference rows rose along the walk (mean value "
+        f"{mean:+.3f} nats): it did not teach what trusted rows have in common, so compare values "
+        "with each other, not with 0, and look at the losses too. A lower --walk_learning_rate, "
+        "fewer --walk_steps or more trusted rows may help."
+    ]
+
+
 def _ends(records: Sequence[Mapping[str, Any]], count: int) -> dict[str, list[int]]:
-    """Places of the rows of lowest and of highest mean value, the outermost first."""
-    order = np.argsort(np.array([one["value"] for one in records]), kind="stable")
-    count = min(count, len(order) // 2)
-    return {"lowest": order[:count].tolist(), "highest": order[::-1][:count].tolist()}
+    """Places of the rows at either end of the mean value, and of highest loss; outermost first."""
+    value, loss = (
+        np.argsort(np.array([one[name] for one in records]), kind="stable").tolist()
+        for name in ("value", "loss")
+    )
+    count = min(count, len(records) // 2)
+    return {
+        "lowest mean value": value[:count],
+        "highest mean value": value[::-1][:count],
+        "highest mean loss": loss[::-1][:count],
+    }
 
 
 def _ends_table(
@@ -471,7 +508,7 @@ def _ends_table(
             )
     return Table.of(
         "data-ends",
-        "Rows of lowest and of highest mean walk value",
+        "Rows of lowest and of highest mean walk value, and of highest mean loss",
         shown,
         "negative: share of the tokens whose loss rises along the walk. rank by loss: 1 is the "
         "row of highest mean loss.",
@@ -502,8 +539,8 @@ def _row_lists(
             shown_end(replace(scored[place], tokens=subject.texts(rows[place])), ["total"])
             for place in places[:SHOWN]
         ]
-        title = f"{end.capitalize()} mean value"
-        lists[title] = row_list(f"data-{end}", shown, "total", full, meaning)
+        name = f"data-{end.replace(' ', '-')}"
+        lists[end.capitalize()] = row_list(name, shown, "total", full, meaning)
     return lists
 
 

@@ -185,8 +185,8 @@ def cost(result: RaceResult) -> str:
     steps, spent = sum(by_arm[name] for name in lost), sum(seconds.get(name, 0.0) for name in lost)
     share = steps / result.state.steps
     return (
-        f"The arms that do not go on took {steps} steps ({share:.0%} of a whole run) and "
-        f"{spent:.0f} seconds."
+        f"The arms that do not go on took {steps} steps ({share:.0%} of a whole run) and, with "
+        f"their values, {spent:.0f} seconds."
     )
 
 
@@ -197,7 +197,7 @@ def _cost(result: RaceResult) -> Section:
         left = outcome.left_at.get(name)
         fates[name] = "runs" if left is None else f"left at step {state.looks[left]}"
         if outcome.winner is not None and left is None:
-            fates[name] = "goes on" if name == outcome.winner else "lost"
+            fates[name] = "goes on" if name == outcome.winner else "not better"
         if name in state.failures:
             fates[name] = f"failed: {state.failures[name]}"
     columns: list[Any] = [

@@ -414,7 +414,8 @@ class Race:
             f"race of {len(self.arms)} arms ({', '.join(self.arms)}): looks at step"
             f"{'s' * (len(looks) > 1)} {', '.join(map(str, looks))} of {steps}, on "
             f"{' and '.join(rows)}; it takes at most {extra} steps more than one run "
-            f"({extra / steps:.0%})"
+            f"({extra / steps:.0%}), and what the values of its arms cost (of a walk its own steps "
+            "once, then a forward beside each step)"
         ]
         if looks[0] < EARLIEST:
             lines.append(

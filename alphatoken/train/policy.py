@@ -81,6 +81,7 @@ class PolicySettings:
                 "keep_ratio must lie in (0, 1]",
                 got=repr(self.keep_ratio),
                 why="0 would keep nothing, more than 1 has no meaning",
+                remedy="the share of the tokens to keep, as 0.8 for 80 %",
             )
 
 

@@ -168,9 +168,12 @@ def test_the_demo_says_where_spoiled_rows_stand_and_writes_the_page(
     assert "cut" not in told.err  # every row fits its length
     assert "\x1b" not in told.out + told.err
     page = tmp_path / "report.html"
-    ends = [line.split(":")[0] for line in lines[-4:]]
-    assert ends == ["verdict", "page", "open", "next, on your own rows"]
-    assert lines[-3] == f"page: {page}"
+    ends = [line.split(":")[0] for line in lines[-5:]]
+    called = ["its page", "page of the values", "open", "next, on your own rows"]
+    assert ends == ["verdict", *called]
+    assert lines[-3] == f"page of the values: {page}"
+    assert lines[-4].startswith("its page: ")
+    assert Path(lines[-4].removeprefix("its page: ")).is_file()
     assert lines[-2] == open_line(page)
     assert opened == [page.resolve().as_uri()]
     assert page.is_file()

@@ -109,8 +109,7 @@ def shown_and_trained(
     shown, _ = read_tokens(request)
     assert main(["show", *words]) == 0
     command = printed_command(capfd.readouterr().out)
-    if "--policy" not in command:
-        command += ["--policy", "random", "--validation_rows", "0"]
+    assert command[command.index("--policy") + 1] in ("standard", "weights"), "of every token"
     return shown, trainer_for(folder, command[0], command[1:])
 
 

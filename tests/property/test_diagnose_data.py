@@ -315,15 +315,18 @@ def test_tables_hold_the_tests_and_both_ends() -> None:
         expected = difference_of_means(judged, trusted)
         assert found.table("data-tests").estimate(place, "difference") == expected
     order = sorted(groups[JUDGED], key=lambda one: one["value"])
+    by_loss = sorted(groups[JUDGED], key=lambda one: -one["loss"])
     ends = found.table("data-ends").records()
     assert [one["place"] for one in ends] == [
-        one["place"] for one in [*order[:3], *reversed(order[-3:])]
+        one["place"] for one in [*order[:3], *reversed(order[-3:]), *by_loss[:3]]
     ]
-    assert [one["end"] for one in ends] == ["lowest"] * 3 + ["highest"] * 3
-    worst = max(groups[JUDGED], key=lambda one: one["loss"])
-    assert all((one["rank_by_loss"] == 1) == (one["place"] == worst["place"]) for one in ends)
-    for (title, shown), end in zip(found.lists.items(), (order, [*reversed(order)]), strict=True):
-        assert title.endswith("mean value")
+    names = ["lowest mean value", "highest mean value", "highest mean loss"]
+    assert [one["end"] for one in ends] == [name for name in names for _ in range(3)]
+    places = [one["place"] for one in by_loss]
+    assert all(one["rank_by_loss"] == places.index(one["place"]) + 1 for one in ends)
+    assert [title.lower() for title in found.lists] == names
+    shown_ends = (order, [*reversed(order)], by_loss)
+    for shown, end in zip(found.lists.values(), shown_ends, strict=True):
         for one, record in zip(shown["examples"], end, strict=False):
             assert (one["place"], one["mean"]) == (record["place"], record["value"])
             assert one["mean_loss"] == record["loss"]
@@ -355,10 +358,42 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     ]
     found = data.diagnose(subject(train=alike[8:28], validation=other, words=words))
     assert found.conclusion.startswith("Your rows differ from the trusted ones (p = ")
-    assert found.next_command == data.race_command(words, 20)
+    assert found.next_command == data.race_command(words, 20, 12)
     assert found.mark == "doubtful", "rows of another task differ too, and are not bad"
     # In Python nobody has named any files.
     assert data.diagnose(subject(train=alike[8:28], validation=other)).next_command == ""
+
+
+@given(st.integers(8, 40))
+def test_the_race_that_is_named_has_rows_to_choose_by(trusted: int) -> None:
+    """And, of so many trusted rows, some to value against, of which one may be held out.
+
+    Proves: choosing rows of the race that is named (exact), against those that a race sets aside.
+    """
+    pytest.importorskip("trl", reason="trl is not installed")
+    from alphatoken.race.decision import FEWEST
+    from alphatoken.race.rows import choosing_numbers
+    from alphatoken.train import AlphaSFTConfig
+    from alphatoken.train.refusals import check_pool
+
+    *_, name, count = data.race_command("--train_file R", 400, trusted).split()
+    wanted = int(count) if name == "--choosing_rows" else None
+    chosen, others = choosing_numbers(trusted, wanted, seed=0)
+    assert len(chosen) >= max(FEWEST, min(data.CHOOSING, trusted // 2))
+    config = AlphaSFTConfig(output_dir="out", use_cpu=True, bf16=False)
+    assert check_pool(config, len(others), 1).drawn
+
+
+def test_a_walk_that_teaches_the_trusted_rows_nothing_is_said() -> None:
+    """The note stands where the mean value of the reference is not above 0, and nowhere else."""
+    rows = drawn_rows([(2, 5)] * 16, seed=4)
+    found = data.diagnose(subject(train=rows, validation=drawn_rows([(2, 5)] * 16, seed=9)))
+    mean = float(np.mean([one["value"] for one in table_of(found)[TRUSTED]]))
+    told = [note for note in found.notes if "rose along the walk" in note]
+    assert bool(told) == (mean <= 0)
+    records = [{"value": -0.5}, {"value": 0.4}]
+    assert "(mean value -0.050 nats)" in data._doubts_of_walk(records)[0]
+    assert data._doubts_of_walk([{"value": 0.1}]) == []
 
 
 @given(st.integers(8, 2000))
@@ -374,7 +409,7 @@ def test_the_race_that_is_named_has_a_look(rows: int) -> None:
 
     defaults = SFTConfig.__dataclass_fields__
     epochs = int(defaults["num_train_epochs"].default)
-    *_, last = data.race_command("--train_file R", rows).split()
+    *_, last = data.race_command("--train_file R", rows, 32).split()
     usual = int(defaults["per_device_train_batch_size"].default)
     batch = int(last) if last.isdigit() else usual
 
