@@ -261,15 +261,10 @@ class PairLoss(TrainerLoss):
         return torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
 
 
-def prepared_pairs(
-    prepare: Callable[..., Any],
-    dataset: Any,
-    args: AlphaDPOConfig,
-    tokenizer: Any,
-    weights: str,
-    name: str,
+def whole_pairs(
+    prepare: Callable[..., Any], dataset: Any, args: AlphaDPOConfig, tokenizer: Any, weights: str
 ) -> Any:
-    """Pairs as tokens, with their weights, each part cut to its own limit where there is one.
+    """Pairs as tokens, with their weights, before a part is cut to a limit of its own.
 
     Args:
         prepare: TRL's preparation: (dataset, args) -> dataset.
@@ -277,26 +272,36 @@ def prepared_pairs(
         args: configuration of the trainer.
         tokenizer: of the pairs.
         weights: "read" or "signed"; "refused" reads none.
-        name: of the data set.
 
     Raises:
         DataError: weights that cannot be laid on the tokens.
     """
-    limits = (args.max_prompt_length, args.max_response_length)
     if args.cuts_prompts:
         # TRL would drop a prompt that fills max_length, before it is cut here.
         args = copy.copy(args)
         args.max_length = None
     prepared = prepare(dataset=dataset, args=args)
-    if weights != "refused":
-        weigh = partial(weighed_pair, tokenizer=tokenizer, weights=weights)
-        prepared = prepared.map(weigh, with_indices=True)
-    if limits == (None, None):
+    if weights == "refused":
         return prepared
+    weigh = partial(weighed_pair, tokenizer=tokenizer, weights=weights)
+    return prepared.map(weigh, with_indices=True)
+
+
+def cut_pairs(pairs: Any, args: AlphaDPOConfig, name: str) -> Any:
+    """Tokenised pairs, each part cut to its own limit where there is one.
+
+    Args:
+        pairs: a data set, or a stream.
+        args: configuration of the trainer.
+        name: of the data set.
+    """
+    limits = (args.max_prompt_length, args.max_response_length)
+    if limits == (None, None):
+        return pairs
     cut = partial(cut_pair, max_prompt=limits[0], max_response=limits[1])
     # A stream takes no description.
-    named = {"desc": f"Cutting {name} pairs"} if hasattr(prepared, "__len__") else {}
-    return prepared.map(cut, **named)
+    named = {"desc": f"Cutting {name} pairs"} if hasattr(pairs, "__len__") else {}
+    return pairs.map(cut, **named)
 
 
 class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
@@ -408,7 +413,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         )
         weights = self.row_weights if dataset_name == "train" else "refused"
         tokenizer = text_tokenizer(processing_class)
-        return prepared_pairs(prepare, dataset, args, tokenizer, weights, dataset_name)
+        pairs = whole_pairs(prepare, dataset, args, tokenizer, weights)
+        return cut_pairs(pairs, args, dataset_name)
 
     def weights_collator(self) -> tuple[Any, tuple[str, ...]]:
         """TRL's collator of pairs, and weights of both responses."""
