@@ -243,6 +243,14 @@ class TokenPolicy:
         return type(self).loss is not TokenPolicy.loss
 
     @property
+    def by_response(self) -> bool:
+        """True if it takes a row of a batch for one response: ranks it alone, or scores it as one.
+
+        The run then refuses rows that hold several.
+        """
+        return self.scope == "sequence"
+
+    @property
     def ratio(self) -> float:
         """The share of the tokens to keep: published, where there is such a one, or the budget."""
         native = self.native_ratio if self.settings.mode == "native" else None
