@@ -187,6 +187,9 @@ class AlphaTrainerMixin(TrainerInterface):
         with unsaid(self.BASE.__module__, "your model is already instantiated"):
             super().__init__(**arguments)
         check_left(arguments.get("train_dataset"), self.train_dataset, self.args)
+        if datasets["fisher"] is None and getattr(options, "packing", False):
+            # Of a packed row only what precedes its first label would be a prompt.
+            datasets = {**datasets, "fisher": arguments.get("train_dataset")}
         self._make_parts(fisher, datasets)
 
     def _make_parts(self, fisher: FisherDrift | None, datasets: Mapping[str, Any]) -> None:
