@@ -182,6 +182,16 @@ class PairLoss(TrainerLoss):
         finally:
             self._trainer.precompute_ref_logps = before
 
+    def note_rewards(self, rewards: Tensor) -> None:
+        """Note rewards (2n,) in the place of those that TRL has just noted of the same batch."""
+        trainer = self._trainer
+        noted = trainer._metrics["train" if trainer.model.training else "eval"]
+        chosen, rejected = rewards.detach().chunk(2)
+        own = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected}
+        own["accuracies"] = (chosen > rejected).float()
+        for name, numbers in own.items():
+            noted[f"rewards/{name}"][-1] = float(self.accelerator.gather(numbers).mean())
+
     def own_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs with the reference's log-probabilities, so that valuing runs one model only."""
         if REFERENCE_SUMS[0] in inputs:
@@ -202,7 +212,8 @@ class PairLoss(TrainerLoss):
             assert proxy.log_probs is not None
             log_probs = by_token(proxy.log_probs)
         elif policy.replaces_loss and not policy.needs.values:
-            # TRL's loss is computed for its metrics; the rewards logged are ``beta log p`` then.
+            # TRL's loss is computed for its metrics; the rewards logged are ``beta log p`` then,
+            # unless the policy has rewards of its own.
             ids = inputs["input_ids"]
             zeros = torch.zeros(len(ids) // 2, device=ids.device)
             sums = dict.fromkeys(REFERENCE_SUMS, zeros)
@@ -312,7 +323,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     ``omega = beta sigma(-s)`` comes from the unmasked logit, as a constant; any other of TRL's
     preference losses gives its own coefficients in the same way. Chosen tokens are ranked among
     the chosen, rejected among the rejected, by values of their omega-scaled errors. The reported
-    loss, margins and metrics are TRL's own.
+    loss, margins and metrics are TRL's own, or of a policy's own loss, in evaluation too.
 
     Its arguments are those of TRL's ``DPOTrainer``, where ``args`` are an ``AlphaDPOConfig``, and
     those of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets are preference pairs: the

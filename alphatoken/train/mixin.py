@@ -402,7 +402,18 @@ class AlphaTrainerMixin(TrainerInterface):
             UnsupportedError: the batch is of a training loop of the caller's own, or outputs are
                 asked for beside the loss.
         """
-        # Evaluation is by the loss of the trainer below: of all tokens, whatever is trained on.
+        # Evaluation is of all tokens, whatever is trained on.
+        if (
+            self.weigher is not None
+            and not self.model.training
+            and self.weigher.policy.replaces_loss
+        ):
+            outputs = None
+            if return_outputs:
+                with self.trainer_loss.beside_training():
+                    outputs = super().compute_loss(model, inputs, return_outputs=True)[1]
+            loss = self.weigher.evaluation_loss(model, inputs)
+            return (loss, outputs) if return_outputs else loss
         if self.weigher is None or not self.model.training:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch

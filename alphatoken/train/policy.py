@@ -425,7 +425,16 @@ class TokenPolicy:
         Args:
             batch: chosen rows, then rejected ones.
             log_probs: of the current model, at token indices.
-            weights: what ``weights`` gave.
+            weights: what ``weights`` gave. In evaluation it is 1 for every response token, and the
+                batch has no columns and no values.
+        """
+        return None
+
+    def rewards(self, batch: PolicyBatch) -> Tensor | None:
+        """(2n,) rewards that a loss of its own compares, for the log; None for the trainer's.
+
+        Args:
+            batch: chosen rows, then rejected ones.
         """
         return None
 
