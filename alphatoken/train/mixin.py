@@ -57,7 +57,13 @@ from alphatoken.train.manifest import (
 from alphatoken.train.policies import TRAINER_POLICIES, chosen_policy
 from alphatoken.train.policy import TokenPolicy, adds_rows, row_weights
 from alphatoken.train.policy_stage import prepare_policy
-from alphatoken.train.python_rows import WEIGHTS, check_left, plain_rows, require_rows
+from alphatoken.train.python_rows import (
+    WEIGHTS,
+    as_dataset,
+    check_left,
+    plain_rows,
+    require_rows,
+)
 from alphatoken.train.records import RunRecords, TrainMonitor
 from alphatoken.train.reference import check_reference
 from alphatoken.train.refusals import (
@@ -109,6 +115,17 @@ def _evaluation_rows(rows: Any) -> dict[str, Any]:
     if isinstance(rows, Mapping):
         return {f"a row of the evaluation set '{name}'": own for name, own in rows.items()}
     return {} if rows is None else {"an evaluation row": rows}
+
+
+def _listed_as_datasets(rows: Any, name: str = "evaluation") -> Any:
+    """Evaluation rows, of which a list is made a data set, in a mapping of sets as well.
+
+    Raises:
+        InputError: a list that is none of records or of texts.
+    """
+    if isinstance(rows, dict):
+        return {key: _listed_as_datasets(own, f"evaluation ({key})") for key, own in rows.items()}
+    return as_dataset(rows, name) if isinstance(rows, (list, tuple)) else rows
 
 
 class AlphaTrainerMixin(TrainerInterface):
@@ -235,6 +252,8 @@ class AlphaTrainerMixin(TrainerInterface):
     def _read_rows(self, arguments: dict[str, Any], datasets: dict[str, Any]) -> dict[str, Any]:
         """Read, check and compare all rows; training rows go into ``arguments``, others back."""
         args = arguments["args"]
+        if self.BASE.__module__.startswith("trl."):  # transformers takes a list as it is
+            arguments["eval_dataset"] = _listed_as_datasets(arguments.get("eval_dataset"))
         # The first process fills the caches of ``datasets``, and the others read them.
         with args.main_process_first(desc="reading rows"):
             by_name = {name: rows for name, rows in datasets.items() if rows is not None}
