@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -137,8 +137,8 @@ def _of_pairs(items: Sequence[Pair], reader: Any) -> Iterator[TrainedTokens]:
     from trl.trainer.dpo_trainer import DPOTrainer
 
     from alphatoken.cli.training_rows import is_weighted
-    from alphatoken.train.dpo import prepared_pairs
-    from alphatoken.train.python_rows import kept_tokens
+    from alphatoken.train.dpo import whole_pairs
+    from alphatoken.train.python_rows import cut_pair, kept_tokens
 
     args, tokenizer = reader.arguments.training, reader.tokenizer
     # All that TRL's preparation of pairs reads of its trainer.
@@ -154,17 +154,22 @@ def _of_pairs(items: Sequence[Pair], reader: Any) -> Iterator[TrainedTokens]:
     before = are_progress_bars_disabled()
     disable_progress_bars()
     try:
-        pairs = prepared_pairs(prepare, rows, args, tokenizer, reader.weights, "train")
+        pairs = whole_pairs(prepare, rows, args, tokenizer, reader.weights)
     finally:
         if not before:
             enable_progress_bars()
     kept = kept_tokens(args, packed=False)
-    for pair in pairs:
+    for whole in pairs:
+        pair = cut_pair(
+            whole, max_prompt=args.max_prompt_length, max_response=args.max_response_length
+        )
         item, prompt = items[pair["number"]], pair["prompt_ids"]
         for side, name in zip(("chosen", "rejected"), PAIR_WEIGHTS, strict=True):
             ids = pair[f"{side}_ids"]
             weights = [None] * len(prompt) + (pair.get(name) or [1.0] * len(ids))
-            yield _cut(item, side, [*prompt, *ids], weights, kept, is_weighted(item))
+            own = _cut(item, side, [*prompt, *ids], weights, kept, is_weighted(item))
+            length = len(whole["prompt_ids"]) + len(whole[f"{side}_ids"])
+            yield replace(own, cut=length - len(own.ids))
 
 
 def _cut(
@@ -185,8 +190,10 @@ def _cut(
 
 
 def _report(tokens: Sequence[TrainedTokens], reader: Any, request: ShowRequest) -> Iterator[str]:
+    from alphatoken.train.python_rows import said_limits
+
     colour = has_colour(sys.stdout, request.options.color)
-    length = f"--max_length {reader.arguments.training.max_length}"
+    length = said_limits(reader.arguments.training, between=" ", before="--")
     for own in _chosen(tokens, request.options):
         yield f"row {own.index + 1} ({', '.join(filter(None, (own.place, own.side)))})"
         text = marked_text(reader.tokenizer, own.ids, own.weights, colour=colour)

@@ -45,7 +45,14 @@ from alphatoken.errors import ConfigError, DataError, InputError, short
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.loading import rows_tokenizer
 from alphatoken.train.policies import chosen_policy
-from alphatoken.train.python_rows import kept_tokens
+from alphatoken.train.python_rows import (
+    cut_problem,
+    kept_tokens,
+    pair_left,
+    pair_limits,
+    pair_tokens,
+    said_limits,
+)
 from alphatoken.train.refusals import raise_first
 
 # --- what is refused before any row is read -------------------------------------------------------
@@ -179,6 +186,8 @@ class RowReader:
         # Columns by which arms of a race leave training rows out, and their entries by item.
         self.columns = () if arguments.race is None else left_out_columns(arguments.race)
         self.entries: dict[int, dict[str, str]] = {}
+        self.cut: dict[int, int] = {}
+        """Tokens that the limits of a pair's length cut off both its sides, by item."""
 
     def training_rows(self) -> list[Item]:
         """Training rows from the file, the hub, or a mixture of data sets."""
@@ -322,15 +331,22 @@ class RowReader:
             if limit is not None and not replace(item, labels=item.labels[:limit]).response_tokens:
                 return f"the prompt is longer than {limit - 1} tokens"
             return None
-        record = self._record(item)
-        problem = pair_problem(record)
+        return self._pair_problem(item)
+
+    def _pair_problem(self, pair: Pair) -> str | None:
+        """Reason for which a pair cannot be trained on; of one that can, its cut is noted."""
+        args, record = self.arguments.training, self._record(pair)
         limits = [n for n in (args.max_prompt_length, args.max_length and args.max_length - 1) if n]
         cut = args.cuts_prompts and self.data.long_prompts == "cut"
-        if problem or cut or not limits:
+        if (problem := pair_problem(record)) or not pair_limits(args):
             return problem
-        if is_longer(record["prompt"], self.tokenizer, limit := min(limits)):
+        if limits and not cut and is_longer(record["prompt"], self.tokenizer, limit := min(limits)):
             return f"the prompt is longer than {limit} tokens"
-        return None
+        tokens = pair_tokens(record, self.tokenizer)
+        prompt, *sides = map(len, tokens.values())
+        left = map(len, pair_left(tokens, args))
+        self.cut[id(pair)] = sum(prompt + n - own for n, own in zip(sides, left, strict=True))
+        return cut_problem(tokens, args)
 
 
 def is_weighted(item: Item) -> bool:
@@ -454,7 +470,7 @@ def load_run_data(
     names = ("train", "eval", "validation", "retention", "fisher")
     if arguments.race is not None:
         race = rows_of_race(arguments, pools, race, notes)
-    notes += _about_lengths({**pools, **race}, arguments.training)
+    notes += _about_lengths({**pools, **race}, arguments.training, reader.cut)
     weighed = reader.weights != "refused"
     rows = {
         name: reader.dataset(items, weighed=weighed and name == "train")
@@ -487,14 +503,25 @@ def _is_packed(args: Any, pool: str) -> bool:
     return bool({"train": packing, "eval": packing if own is None else own}.get(pool))
 
 
-def _about_lengths(pools: Mapping[str, Sequence[Item]], args: Any) -> list[str]:
-    """A sentence on each set of rows of which some are longer than TRL's ``max_length``.
+def _about_lengths(
+    pools: Mapping[str, Sequence[Item]], args: Any, of_pairs: Mapping[int, int]
+) -> list[str]:
+    """A sentence on each set of rows of which some are longer than the limits of their length.
 
-    Pairs become tokens in TRL, and nothing is said of them; nor of a Fisher's rows, of which the
-    prompts alone are read.
+    Nothing is said of a Fisher's rows, of which the prompts alone are read.
+
+    Args:
+        pools: rows by what they are for.
+        args: configuration of the trainer.
+        of_pairs: tokens that are cut off a pair, by item.
     """
     notes = []
     for pool, items in pools.items():
+        if pool != "fisher" and (lost := [own for i in items if (own := of_pairs.get(id(i)))]):
+            notes.append(
+                f"{len(lost)} of {len(items)} {_CALLED.get(pool, f'{pool} rows')} are longer than "
+                f"{said_limits(args)}: {sum(lost)} tokens are cut."
+            )
         lengths = [len(item.input_ids) for item in items if isinstance(item, Example)]
         long = [length for length in lengths if args.max_length and length > args.max_length]
         if not long or pool == "fisher":

@@ -182,6 +182,16 @@ class PairLoss(TrainerLoss):
         finally:
             self._trainer.precompute_ref_logps = before
 
+    def note_rewards(self, rewards: Tensor) -> None:
+        """Note rewards (2n,) in the place of those that TRL has just noted of the same batch."""
+        trainer = self._trainer
+        noted = trainer._metrics["train" if trainer.model.training else "eval"]
+        chosen, rejected = rewards.detach().chunk(2)
+        own = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected}
+        own["accuracies"] = (chosen > rejected).float()
+        for name, numbers in own.items():
+            noted[f"rewards/{name}"][-1] = float(self.accelerator.gather(numbers).mean())
+
     def own_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs with the reference's log-probabilities, so that valuing runs one model only."""
         if REFERENCE_SUMS[0] in inputs:
@@ -202,7 +212,8 @@ class PairLoss(TrainerLoss):
             assert proxy.log_probs is not None
             log_probs = by_token(proxy.log_probs)
         elif policy.replaces_loss and not policy.needs.values:
-            # TRL's loss is computed for its metrics; the rewards logged are ``beta log p`` then.
+            # TRL's loss is computed for its metrics; the rewards logged are ``beta log p`` then,
+            # unless the policy has rewards of its own.
             ids = inputs["input_ids"]
             zeros = torch.zeros(len(ids) // 2, device=ids.device)
             sums = dict.fromkeys(REFERENCE_SUMS, zeros)
@@ -261,15 +272,10 @@ class PairLoss(TrainerLoss):
         return torch.cat([-omega, omega]).unsqueeze(-1) / len(omega)
 
 
-def prepared_pairs(
-    prepare: Callable[..., Any],
-    dataset: Any,
-    args: AlphaDPOConfig,
-    tokenizer: Any,
-    weights: str,
-    name: str,
+def whole_pairs(
+    prepare: Callable[..., Any], dataset: Any, args: AlphaDPOConfig, tokenizer: Any, weights: str
 ) -> Any:
-    """Pairs as tokens, with their weights, each part cut to its own limit where there is one.
+    """Pairs as tokens, with their weights, before a part is cut to a limit of its own.
 
     Args:
         prepare: TRL's preparation: (dataset, args) -> dataset.
@@ -277,26 +283,36 @@ def prepared_pairs(
         args: configuration of the trainer.
         tokenizer: of the pairs.
         weights: "read" or "signed"; "refused" reads none.
-        name: of the data set.
 
     Raises:
         DataError: weights that cannot be laid on the tokens.
     """
-    limits = (args.max_prompt_length, args.max_response_length)
     if args.cuts_prompts:
         # TRL would drop a prompt that fills max_length, before it is cut here.
         args = copy.copy(args)
         args.max_length = None
     prepared = prepare(dataset=dataset, args=args)
-    if weights != "refused":
-        weigh = partial(weighed_pair, tokenizer=tokenizer, weights=weights)
-        prepared = prepared.map(weigh, with_indices=True)
-    if limits == (None, None):
+    if weights == "refused":
         return prepared
+    weigh = partial(weighed_pair, tokenizer=tokenizer, weights=weights)
+    return prepared.map(weigh, with_indices=True)
+
+
+def cut_pairs(pairs: Any, args: AlphaDPOConfig, name: str) -> Any:
+    """Tokenised pairs, each part cut to its own limit where there is one.
+
+    Args:
+        pairs: a data set, or a stream.
+        args: configuration of the trainer.
+        name: of the data set.
+    """
+    limits = (args.max_prompt_length, args.max_response_length)
+    if limits == (None, None):
+        return pairs
     cut = partial(cut_pair, max_prompt=limits[0], max_response=limits[1])
     # A stream takes no description.
-    named = {"desc": f"Cutting {name} pairs"} if hasattr(prepared, "__len__") else {}
-    return prepared.map(cut, **named)
+    named = {"desc": f"Cutting {name} pairs"} if hasattr(pairs, "__len__") else {}
+    return pairs.map(cut, **named)
 
 
 class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
@@ -307,7 +323,7 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
     ``omega = beta sigma(-s)`` comes from the unmasked logit, as a constant; any other of TRL's
     preference losses gives its own coefficients in the same way. Chosen tokens are ranked among
     the chosen, rejected among the rejected, by values of their omega-scaled errors. The reported
-    loss, margins and metrics are TRL's own.
+    loss, margins and metrics are TRL's own, or of a policy's own loss, in evaluation too.
 
     Its arguments are those of TRL's ``DPOTrainer``, where ``args`` are an ``AlphaDPOConfig``, and
     those of :class:`~alphatoken.train.mixin.AlphaTrainerMixin`. Data sets are preference pairs: the
@@ -408,7 +424,8 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         )
         weights = self.row_weights if dataset_name == "train" else "refused"
         tokenizer = text_tokenizer(processing_class)
-        return prepared_pairs(prepare, dataset, args, tokenizer, weights, dataset_name)
+        pairs = whole_pairs(prepare, dataset, args, tokenizer, weights)
+        return cut_pairs(pairs, args, dataset_name)
 
     def weights_collator(self) -> tuple[Any, tuple[str, ...]]:
         """TRL's collator of pairs, and weights of both responses."""

@@ -57,7 +57,13 @@ from alphatoken.train.manifest import (
 from alphatoken.train.policies import TRAINER_POLICIES, chosen_policy
 from alphatoken.train.policy import TokenPolicy, adds_rows, row_weights
 from alphatoken.train.policy_stage import prepare_policy
-from alphatoken.train.python_rows import WEIGHTS, check_left, plain_rows, require_rows
+from alphatoken.train.python_rows import (
+    WEIGHTS,
+    as_dataset,
+    check_left,
+    plain_rows,
+    require_rows,
+)
 from alphatoken.train.records import RunRecords, TrainMonitor
 from alphatoken.train.reference import check_reference
 from alphatoken.train.refusals import (
@@ -109,6 +115,17 @@ def _evaluation_rows(rows: Any) -> dict[str, Any]:
     if isinstance(rows, Mapping):
         return {f"a row of the evaluation set '{name}'": own for name, own in rows.items()}
     return {} if rows is None else {"an evaluation row": rows}
+
+
+def _listed_as_datasets(rows: Any, name: str = "evaluation") -> Any:
+    """Evaluation rows, of which a list is made a data set, in a mapping of sets as well.
+
+    Raises:
+        InputError: a list that is none of records or of texts.
+    """
+    if isinstance(rows, dict):
+        return {key: _listed_as_datasets(own, f"evaluation ({key})") for key, own in rows.items()}
+    return as_dataset(rows, name) if isinstance(rows, (list, tuple)) else rows
 
 
 class AlphaTrainerMixin(TrainerInterface):
@@ -187,6 +204,9 @@ class AlphaTrainerMixin(TrainerInterface):
         with unsaid(self.BASE.__module__, "your model is already instantiated"):
             super().__init__(**arguments)
         check_left(arguments.get("train_dataset"), self.train_dataset, self.args)
+        if datasets["fisher"] is None and getattr(options, "packing", False):
+            # Of a packed row only what precedes its first label would be a prompt.
+            datasets = {**datasets, "fisher": arguments.get("train_dataset")}
         self._make_parts(fisher, datasets)
 
     def _make_parts(self, fisher: FisherDrift | None, datasets: Mapping[str, Any]) -> None:
@@ -232,6 +252,8 @@ class AlphaTrainerMixin(TrainerInterface):
     def _read_rows(self, arguments: dict[str, Any], datasets: dict[str, Any]) -> dict[str, Any]:
         """Read, check and compare all rows; training rows go into ``arguments``, others back."""
         args = arguments["args"]
+        if self.BASE.__module__.startswith("trl."):  # transformers takes a list as it is
+            arguments["eval_dataset"] = _listed_as_datasets(arguments.get("eval_dataset"))
         # The first process fills the caches of ``datasets``, and the others read them.
         with args.main_process_first(desc="reading rows"):
             by_name = {name: rows for name, rows in datasets.items() if rows is not None}
@@ -399,7 +421,18 @@ class AlphaTrainerMixin(TrainerInterface):
             UnsupportedError: the batch is of a training loop of the caller's own, or outputs are
                 asked for beside the loss.
         """
-        # Evaluation is by the loss of the trainer below: of all tokens, whatever is trained on.
+        # Evaluation is of all tokens, whatever is trained on.
+        if (
+            self.weigher is not None
+            and not self.model.training
+            and self.weigher.policy.replaces_loss
+        ):
+            outputs = None
+            if return_outputs:
+                with self.trainer_loss.beside_training():
+                    outputs = super().compute_loss(model, inputs, return_outputs=True)[1]
+            loss = self.weigher.evaluation_loss(model, inputs)
+            return (loss, outputs) if return_outputs else loss
         if self.weigher is None or not self.model.training:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch

@@ -244,6 +244,14 @@ class TokenPolicy:
         return type(self).loss is not TokenPolicy.loss
 
     @property
+    def by_response(self) -> bool:
+        """True if it takes a row of a batch for one response: ranks it alone, or scores it as one.
+
+        The run then refuses rows that hold several.
+        """
+        return self.scope == "sequence"
+
+    @property
     def ratio(self) -> float:
         """The share of the tokens to keep: published, where there is such a one, or the budget."""
         native = self.native_ratio if self.settings.mode == "native" else None
@@ -418,7 +426,16 @@ class TokenPolicy:
         Args:
             batch: chosen rows, then rejected ones.
             log_probs: of the current model, at token indices.
-            weights: what ``weights`` gave.
+            weights: what ``weights`` gave. In evaluation it is 1 for every response token, and the
+                batch has no columns and no values.
+        """
+        return None
+
+    def rewards(self, batch: PolicyBatch) -> Tensor | None:
+        """(2n,) rewards that a loss of its own compares, for the log; None for the trainer's.
+
+        Args:
+            batch: chosen rows, then rejected ones.
         """
         return None
 

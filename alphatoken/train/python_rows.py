@@ -13,6 +13,7 @@ dropped without a word. Here they are left out or refused by ``on_empty``, by ro
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ from alphatoken.data.messages import (
     ROW_WEIGHTS,
     TRL_CHATS,
     answer_text,
+    common_length,
 )
 from alphatoken.data.pairs import pair_problem
 from alphatoken.data.trl_rows import (
@@ -121,9 +123,10 @@ def read_pairs(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
 
     Raises:
         InputError: no rows; a needed column is missing; TRL would read a pair otherwise than it is
-            meant; pairs with an empty response or two equal ones, by ``on_empty``.
+            meant; pairs with an empty response or two equal ones, also as the limits of their
+            length leave them, by ``on_empty``.
     """
-    dataset = as_dataset(rows, name)
+    dataset, args = as_dataset(rows, name), arguments["args"]
     columns = columns_of(plain_rows(dataset), name)
     missing = [column for column in ("chosen", "rejected") if column not in columns]
     if missing:
@@ -137,7 +140,15 @@ def read_pairs(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
     # A prompt by another name would not be refused by TRL: it would look for a common beginning of
     # the two responses instead.
     other = {*CHANGING} if "prompt" in columns else {*CHANGING, *PROMPTS, *CHATS}
-    return _texts(dataset, name, read, other, arguments, pair_problem)
+    limited = bool(pair_limits(args))
+    tokenizer = rows_tokenizer(args, tokenizer_of(arguments)) if limited else None
+
+    def problem(row: Mapping[str, Any]) -> str | None:
+        if (found := pair_problem(row)) or tokenizer is None:
+            return found
+        return cut_problem(pair_tokens(row, tokenizer), args)
+
+    return _texts(dataset, name, read, other, arguments, problem)
 
 
 def require_tokens(
@@ -647,3 +658,72 @@ def cut_pair(
     cut = [name for name in ("chosen_ids", "rejected_ids", *PAIR_WEIGHTS) if name in row]
     responses = {name: row[name][:max_response] for name in cut}
     return {**row, "prompt_ids": prompt, **responses}
+
+
+def pair_limits(args: Any) -> dict[str, int]:
+    """The limits of a pair's length that are set, by name; of any trainer's configuration."""
+    names = ("max_length", "max_prompt_length", "max_response_length")
+    return {name: own for name in names if (own := getattr(args, name, None)) is not None}
+
+
+def said_limits(args: Any, *, between: str = "=", before: str = "") -> str:
+    """The limits of a pair's length in words: ``max_length=64, max_response_length=9``."""
+    return ", ".join(f"{before}{name}{between}{own}" for name, own in pair_limits(args).items())
+
+
+def pair_tokens(row: Mapping[str, Any], tokenizer: Any) -> dict[str, list[int]]:
+    """Tokens of a pair in TRL's form, before any is cut, as TRL makes them."""
+    if "prompt" not in row:
+        from trl.data_utils import extract_prompt
+
+        row = {**row, **extract_prompt(dict(row))}
+    prompt = row["prompt"]
+    texts = [prompt, *(prompt + row[side] for side in ("chosen", "rejected"))]
+    if plain := isinstance(prompt, str):
+        end = getattr(tokenizer, "eos_token", None) or ""
+        texts[1:] = [text if text.endswith(end) else text + end for text in texts[1:]]
+    else:
+        tools = row.get("tools")
+        how = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+        how |= row.get("chat_template_kwargs") or {}
+        texts = [
+            tokenizer.apply_chat_template(
+                own, tokenize=False, **how, **({} if number else {"add_generation_prompt": True})
+            )
+            for number, own in enumerate(texts)
+        ]
+    first, chosen, rejected = (
+        tokenizer(text, add_special_tokens=plain, verbose=False)["input_ids"] for text in texts
+    )
+    count = min(common_length(first, own) for own in (chosen, rejected))
+    responses = {"chosen_ids": chosen[count:], "rejected_ids": rejected[count:]}
+    return {"prompt_ids": first[:count], **responses}
+
+
+def pair_left(pair: Mapping[str, Any], args: Any) -> list[list[tuple[int, bool]]]:
+    """Tokens of both sides that all limits leave, each with whether it is of the response.
+
+    Args:
+        pair: with ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``, before they are cut.
+        args: configuration of the trainer.
+    """
+    limits, kept = pair_limits(args), kept_tokens(args, packed=False)
+    prompt, response = (limits.get(f"max_{name}_length") for name in ("prompt", "response"))
+    cut = cut_pair(pair, max_prompt=prompt, max_response=response)
+    before = [(token, False) for token in cut["prompt_ids"]]
+    return [
+        [*before, *((token, True) for token in cut[side])][kept]
+        for side in ("chosen_ids", "rejected_ids")
+    ]
+
+
+def cut_problem(pair: Mapping[str, Any], args: Any) -> str | None:
+    """Reason for which DPO cannot train on a pair as it is cut; the arguments of `pair_left`."""
+    chosen, rejected = pair_left(pair, args)
+    # A prompt that leaves no room for a response is another matter, and TRL drops it.
+    has_response = any(own for _, own in chosen)
+    if not has_response or chosen != rejected:
+        return None
+    if pair["chosen_ids"] == pair["rejected_ids"]:
+        return "chosen and rejected are the same tokens"
+    return f"chosen and rejected are equal within {said_limits(args)}"

@@ -211,6 +211,14 @@ def refused_runs(
             why="a packed row holds several samples",
             remedy="packing=False",
         )
+    joined = [name for name in ("packing", "padding_free") if getattr(args, name, False)]
+    if joined and policy.by_response:
+        yield ConfigError(
+            f"policy '{policy.name}' ranks responses, one a row",
+            got=", ".join(joined),
+            why="the responses that are joined in a row would count as one",
+            remedy=", ".join(f"{name}=False" for name in joined),
+        )
     if policy.needs.attention:
         adapter = find_adapter(model)
         for name, mixer in adapter.other_mixers([len(adapter.layers()) - 1]).items():

@@ -259,6 +259,9 @@ class TrainerLoss:
         assert isinstance(loss, Tensor)
         return loss
 
+    def note_rewards(self, rewards: Tensor) -> None:
+        """Note rewards of pairs for the log; a trainer of none has no place for them."""
+
     def own_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs of a forward that nothing is trained on."""
         return dict(inputs)

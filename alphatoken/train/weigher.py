@@ -16,7 +16,7 @@ story of a micro-batch::
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from transformers import TrainerCallback
 
 from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
+from alphatoken.model.batch import label_mask
 from alphatoken.model.forward import evaluation_mode
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from alphatoken.support.devices import Refusals, deferred_refusals, settle
@@ -230,6 +231,7 @@ class Weigher:
         own_loss = policy.loss(policy_batch, leaf, weights)
         self._check_own_loss(own_loss, proxy)
         if own_loss is not None:
+            self._note_rewards(policy_batch)
             coefficients = proxy.coefficients(own_loss, leaf)[:, 1:]
             loss, divided = own_loss.detach(), torch.ones_like(leaf)
         else:
@@ -239,6 +241,41 @@ class Weigher:
         update = proxy.surrogate(loss, coefficients, divided)
         # A term of the policy's loss that reaches the model by another forward has its graph here.
         return update if own_loss is None else update + (own_loss - own_loss.detach())
+
+    def evaluation_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """Loss of all response tokens of evaluation rows, by the policy's own where it has one.
+
+        Args:
+            model: as the trainer hands it to its loss.
+            inputs: the trainer's batch.
+        """
+        run = self._trainer_loss
+        mask = label_mask(labels := run.response_labels(inputs))
+        batch = MicroBatch(
+            inputs=inputs,
+            labels=labels,
+            mask=mask,
+            loss_mask=mask,
+            rank_groups=run.rank_groups(len(mask)),
+            unit_of=run.unit,
+            plan=MicroBatchPlan(0, columns={}),  # a static pass has looked at training rows only
+            row_weights=mask.float(),
+        )
+        own, reference = run.reference_log_probs(inputs, self.policy)
+        proxy = LogProbProxy(model)
+        loss = run.of(proxy, own, None)
+        policy_batch = self._policy_batch(batch, None, proxy, reference)
+        log_probs = policy_batch.log_probs
+        own_loss = self.policy.loss(policy_batch, log_probs, mask.to(log_probs.dtype))
+        if own_loss is None:
+            return loss
+        self._note_rewards(policy_batch)
+        return own_loss
+
+    def _note_rewards(self, batch: PolicyBatch) -> None:
+        rewards = self.policy.rewards(batch)
+        if rewards is not None:
+            self._trainer_loss.note_rewards(rewards)
 
     def _with_unvalued(self, batch: MicroBatch, weights: Tensor) -> Tensor:
         """Weights; where the trainer below trains so, also of tokens that only padding predicts."""

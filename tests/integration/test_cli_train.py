@@ -55,7 +55,7 @@ def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
 
 def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
     return [
-        {"prompt": f"ask {i}", "chosen": f"good {i}", "rejected": f"bad {i}"}
+        {"prompt": f"ask {i}", "chosen": f"good {i}", "rejected": f"bad bad {i}"}
         for i in range(start, start + count)
     ]
 

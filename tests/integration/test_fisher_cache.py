@@ -215,6 +215,14 @@ def test_fisher_is_fitted_on_the_prompts_of_its_own_rows(
         assert equal(trainer(kind, tmp_path).rows.fisher, by_hand(0, rows=12)), "the default"
 
 
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+def test_packing_changes_no_prompt_of_the_fisher(tmp_path: Path, strategy: str) -> None:
+    """Of a packed row only what precedes its first label would be one."""
+    made = trainer("sft", tmp_path, packing=True, packing_strategy=strategy)
+    assert len(made.train_dataset) < 12
+    assert equal(made.rows.fisher, by_hand(0, rows=12))
+
+
 TOO_LONG = [{"prompt": "1+" * 40, "completion": " too long."}]
 
 

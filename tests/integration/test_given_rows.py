@@ -20,6 +20,7 @@ from alphatoken.data.messages import is_answer, is_prompt
 from alphatoken.train import (
     AlphaConfig,
     AlphaDPOConfig,
+    AlphaDPOTrainer,
     AlphaSFTConfig,
     AlphaSFTTrainer,
     AlphaTrainer,
@@ -602,6 +603,29 @@ def test_a_call_of_a_tool_is_a_response(tmp_path: Path, form: str) -> None:
         trainer = tiny.sft(tmp_path, train_dataset=dataset, processing_class=written, **more)
     assert len(trainer.train_dataset) == 8
     trainer.train()
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_evaluation_rows_may_be_a_list(kind: str, several: bool, tmp_path: Path) -> None:
+    """As the training rows may; TRL itself asks for a data set."""
+    rows: Any = tiny.sums(4, seed=7) if kind == "sft" else [*tiny.preference_rows(4, seed=7)]
+    trainer = AlphaSFTTrainer if kind == "sft" else AlphaDPOTrainer
+    more: dict[str, Any] = {}
+    if kind == "dpo":
+        more = {"train_dataset": [*tiny.preference_rows(8)], "ref_model": tiny.model()}
+
+    def evaluated(name: str, given: Any) -> dict[str, float]:
+        own = {"mine": given} if several else given
+        made = tiny.made(
+            trainer, tmp_path / name, policy="standard", eval_dataset=own, max_steps=1, **more
+        )
+        made.train()
+        return {n: v for n, v in made.evaluate().items() if n.endswith("loss")}
+
+    found = evaluated("list", rows)
+    assert found == evaluated("data set", Dataset.from_list(rows))
+    assert found
 
 
 def chat(answer: str) -> dict[str, Any]:

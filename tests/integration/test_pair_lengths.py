@@ -12,8 +12,9 @@ from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.training_rows import load_run_data
 from alphatoken.data.pairs import is_longer
-from alphatoken.errors import AlphaTokenWarning, ConfigError
+from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError
 from alphatoken.train.dpo import AlphaDPOConfig, AlphaDPOTrainer
+from alphatoken.train.python_rows import read_pairs
 from tests.integration import tiny_training as tiny
 from tests.integration.tiny_training import model, options, preference_rows, tokenizer
 from tests.rows import jsonl
@@ -94,6 +95,90 @@ def test_long_prompts_are_bad_rows_unless_they_are_to_be_cut(
     assert "longer than 60 tokens" in caplog.text
     assert left("--long_prompts", "cut") == 11
     assert "longer than" not in caplog.text
+
+
+SAME = {"prompt": "12+3=?", "chosen": " it is fifteen", "rejected": " it is five"}
+"""Equal within 5 tokens of a response, and within 12 tokens of the whole."""
+CUTS: dict[str, dict[str, Any]] = {
+    "max_length": {"max_length": 12},
+    "max_response_length": {"max_response_length": 5},
+    "both": {"max_length": 9, "max_prompt_length": 4},
+}
+
+
+@pytest.mark.parametrize("kind", CUTS)
+def test_a_pair_that_is_equal_as_cut_is_left_out(kind: str, tmp_path: Path) -> None:
+    """Its two gradients cancel, and a mask would make noise of them."""
+    rows = [{**SAME, "rejected": " no"}, SAME, {**SAME, "prompt": "9", "chosen": " yes"}]
+    limit = CUTS[kind]
+    cause = f"equal within {', '.join(f'{n}={v}' for n, v in limit.items())}"
+    with pytest.warns(AlphaTokenWarning, match=rf"1 of 3 training rows left out: .*{cause}.*row 1"):
+        made = trainer(tmp_path, rows, **{"max_length": None, **limit})
+    assert [row["prompt_ids"] for row in made.train_dataset] != []
+    assert len(made.train_dataset) == 2
+    with pytest.raises(InputError, match=cause):
+        trainer(tmp_path, rows, **{"max_length": None, **limit}, on_empty="error")
+
+
+def test_a_pair_of_messages_is_compared_as_the_template_writes_it(tmp_path: Path) -> None:
+    words = tokenizer()
+    words.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    said = {role: [{"role": "assistant", "content": SAME[role]}] for role in ("chosen", "rejected")}
+    asked = [{"role": "user", "content": SAME["prompt"]}]
+    whole = {role: [*asked, *own] for role, own in said.items()}
+    for number, row in enumerate([{"prompt": asked, **said}, whole]):
+        # Written before the response: "u12+3=?</s>a", 9 tokens; the responses share 9 more.
+        for limit, left in ((18, 0), (19, 1)):
+            how = {"args": AlphaDPOConfig(**options(tmp_path, max_length=limit, on_empty="error"))}
+            how["processing_class"] = words
+            if left:
+                assert len(read_pairs([row], "training", how)) == 1
+            else:
+                with pytest.raises(InputError, match="equal within max_length=18"):
+                    read_pairs([row], f"training {number}", how)
+
+
+def test_texts_of_the_same_tokens_are_equal(tmp_path: Path) -> None:
+    args = AlphaDPOConfig(**options(tmp_path, on_empty="error"))
+    row = {**SAME, "chosen": " \u00e4", "rejected": " \u00f6"}  # neither is in the vocabulary
+    with pytest.raises(InputError, match="are the same tokens"):
+        read_pairs([row], "training", {"args": args, "processing_class": tokenizer()})
+
+
+def test_what_is_left_at_the_end_is_compared_where_ends_are_kept(tmp_path: Path) -> None:
+    row = {"prompt": "1", "chosen": " yes it is so", "rejected": " no it is so"}
+    for limit, left in ((9, 0), (11, 1)):
+        args = AlphaDPOConfig(**options(tmp_path, max_length=limit, on_empty="error"))
+        args.truncation_mode = "keep_end"
+        how = {"args": args, "processing_class": tokenizer()}
+        if left:
+            assert len(read_pairs([row], "training", how)) == 1
+        else:
+            with pytest.raises(InputError, match="equal within max_length=9"):
+                read_pairs([row], "training", how)
+
+
+def test_the_command_line_leaves_pairs_out_that_are_equal_as_cut_and_counts_cut_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "pairs.jsonl"
+    jsonl(file, [{**SAME, "rejected": " no"}, SAME, {**SAME, "prompt": "9", "chosen": "5"}])
+    limits = ["--max_length", "64", "--max_response_length", "5"]
+    words = ["--train_file", str(file), "--use_cpu", "--bf16", "false", "--validation_rows", "0"]
+    words += ["--policy", "standard"]
+    words += ["--output_dir", str(tmp_path / "out"), *limits]
+    arguments = read_arguments("dpo", words, AlphaDPOConfig)
+    data, notes = load_run_data(arguments, tokenizer())
+    assert len(data["train_dataset"]) == 2
+    assert "equal within max_length=64, max_response_length=5 (pairs.jsonl, line 2)" in caplog.text
+    # 10 tokens of " it is fifteen" with its end, and 7 of " it is five".
+    assert notes == [
+        "2 of 2 training rows are longer than max_length=64, max_response_length=5: "
+        "17 tokens are cut."
+    ]
 
 
 def test_what_a_template_writes_before_a_short_prompt_counts() -> None:

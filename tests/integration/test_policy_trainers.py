@@ -382,6 +382,25 @@ def streamed() -> IterableDataset:
         (lambda d: sft(d, Empty), "chose rows"),
         (lambda d: sft(d, Twice), "chose rows"),
         (lambda d: sft(d, examples.FirstRows, packing=True), "packed"),
+        (lambda d: sft(d, policy="sstoken", packing=True), "one a row.*Got: packing"),
+        (lambda d: sft(d, policy="sstoken", padding_free=True, max_length=None), "one a row"),
+        (
+            lambda d: sft(
+                d, policy="loss-truncation", policy_options={"unit": "response"}, packing=True
+            ),
+            "'loss-truncation' ranks responses, one a row",
+        ),
+        (
+            lambda d: sft(
+                d,
+                policy="rho-1",
+                policy_options={"unit": "response", "reference_epochs": 1},
+                padding_free=True,
+                max_length=None,
+                validation_dataset=tiny.sft_rows(4, seed=9),
+            ),
+            "'rho-1' ranks responses, one a row",
+        ),
         (lambda d: sft(d, examples.FirstRows, train_dataset=streamed()), "streamed"),
         (lambda d: sft(d, NoColumns), "left columns out"),
         (lambda d: sft(d, Validates), "validation dataset"),
@@ -407,6 +426,12 @@ def streamed() -> IterableDataset:
 def test_bad_input(tmp_path: Path, make: Any, match: str) -> None:
     with pytest.raises(AlphaTokenError, match=match):
         make(tmp_path)
+
+
+def test_tokens_of_packed_rows_may_be_ranked_together(tmp_path: Path) -> None:
+    made = sft(tmp_path, policy="loss-truncation", packing=True)
+    assert not made.token_policy.by_response
+    assert made.args.packing
 
 
 def test_command_line_takes_options(tmp_path: Path) -> None:

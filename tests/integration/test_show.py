@@ -28,7 +28,7 @@ CHAT = {
 }
 PROMPT = {"prompt": "1+1=?", "completion": " 2."}
 TOKENS = {"input_ids": [9, 15, 27, 31, 2], "labels": [-100, -100, 27, 31, 2]}
-PAIR = {"prompt": "1+1=?", "chosen": " it is 2.", "rejected": " it is 3."}
+PAIR = {"prompt": "1+1=?", "chosen": " it is 2.", "rejected": " no 3 it is."}
 
 
 def weighed(*weights: float | None) -> dict[str, Any]:
@@ -146,6 +146,10 @@ PAIRS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         ["--max_length", "10", "--truncation_mode", "keep_end"],
     ),
     "limits": ([PAIR], ["--max_response_length", "4"]),
+    "both limits": (
+        [PAIR],
+        ["--max_response_length", "5", "--max_prompt_length", "4", "--long_prompts", "cut"],
+    ),
 }
 
 
@@ -173,6 +177,8 @@ def test_tokens_are_those_that_dpo_trains_on(
                 laid = batch["alphatoken_row_weights"][line][real].tolist()
             expected = [w if mark else None for w, mark in zip(laid, marks, strict=True)]
             assert own.weights == [None, *expected[1:]]
+            # A token is a character here; a line break and an end token are added.
+            assert len(own.ids) + own.cut == len(PAIR["prompt"] + PAIR[side]) + 2
     assert next(sides, None) is None
 
 
@@ -199,6 +205,19 @@ def test_what_is_printed(folder: Path, capfd: pytest.CaptureFixture[str]) -> Non
         f"next: alphatoken sft --train_file {file} --max_length 20 --model_name_or_path "
         f"{folder / 'model'} --on_bad_rows skip --policy weights --validation_rows 0",
     ]
+
+
+def test_tokens_that_limits_of_a_pair_take_are_counted(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = written(folder, PAIR, PAIR)
+    limits = ["--max_response_length", "5", "--max_prompt_length", "4", "--long_prompts", "cut"]
+    assert show(folder, file, *limits) == 0
+    out = capfd.readouterr().out
+    said = "--max_length 1024, --max_prompt_length 4, --max_response_length 5"
+    # Of the prompt and its line break 2 tokens on both sides; of the responses 5 and 8.
+    assert f"cut: 2 pairs by {said}, 34 tokens" in out.splitlines()
+    assert f"; 7 tokens cut by {said}" in out
 
 
 def test_colours_are_for_terminals(

@@ -103,6 +103,9 @@ FLOW = by("test_methods::test_flow_by_hand", FOLDER, False)
 FLOW_BY_TOKEN = by("test_methods::test_flow_by_token_and_temperature", FOLDER)
 CONFPO = by("test_policies_preference::test_confpo_by_hand")
 CONFPO_DRAWN = by("test_policies_preference::test_confpo_keeps_what_is_below_the_mean_probability")
+EVALUATED = by(
+    "test_preference_policies::test_evaluation_is_by_the_loss_of_the_policy", "simpo", FOLDER
+)
 SEPO = by("test_policies_preference::test_sepo_by_hand")
 IMPORTANCE = by("test_policies_preference::test_importance_weights_by_hand")
 ATTRIBUTION = by("test_policies_preference::test_attribution_is_finite_differences")
@@ -349,6 +352,13 @@ METHODS = (
     row("ti-dpo-triplet-upside-down", TRIPLETS,
         "the anchor is drawn to the rejected response",
         ("methods.ti_dpo.triplet_losses", "near - far", "far - near")),
+    row("evaluation-by-another-loss", EVALUATED,
+        "a run by a loss of the policy's own is evaluated by plain DPO",
+        ("train.weigher.Weigher.evaluation_loss", "return own_loss", "return loss")),
+    row("rewards-of-long-responses", EVALUATED,
+        "the rewards that are logged of SimPO grow with the length of a response",
+        ("methods.preference.PreferencePolicy.rewards",
+         " / batch.mask.sum(-1).clamp(min=1)", "")),
     row("simpo-mean-over-the-width", PAIR_LOSSES,
         "SimPO's reward is divided by the width of the batch",
         ("methods.preference.weighted_simpo_losses",

@@ -106,7 +106,7 @@ def test_uniform_weights_are_trls_simpo(tmp_path: Path) -> None:
             f"{name}_attention_mask": batch["attention_mask"][rows],
             f"{name}_labels": labels[rows],
         }
-    expected, _ = theirs.get_batch_loss_metrics(theirs.model, branches)
+    expected, noted = theirs.get_batch_loss_metrics(theirs.model, branches)
     expected.backward()
     ours.model.train()
     ours.model.zero_grad()
@@ -117,6 +117,54 @@ def test_uniform_weights_are_trls_simpo(tmp_path: Path) -> None:
     gradients = dict(theirs.model.named_parameters())
     for name, parameter in ours.model.named_parameters():
         assert torch.allclose(parameter.grad, gradients[name].grad, atol=1e-6), name
+    # Evaluation is by the same loss, and rewards are what it compares.
+    ours.model.eval()
+    with pytest.warns(FutureWarning, match="return_outputs"):
+        found, outputs = ours.compute_loss(ours.model, dict(batch), return_outputs=True)
+    with torch.no_grad():
+        logits = ours.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    assert found.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert torch.allclose(outputs.logits, logits, atol=1e-5)
+    for mode in ("train", "eval"):
+        for name in ("chosen", "rejected", "margins", "accuracies"):
+            (mine,) = ours._metrics[mode][f"rewards/{name}"]
+            assert mine == pytest.approx(noted[f"rewards/{name}"], abs=1e-6), (mode, name)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "simpo"])
+def test_evaluation_is_by_the_loss_of_the_policy(loss: str, tmp_path: Path) -> None:
+    """Of all tokens, whatever is trained on; with the reference where the loss has one.
+
+    Proves: loss and rewards of evaluation (exact), against plain forwards and TRL's DPO.
+    """
+    rows = preference_rows(6, seed=3)
+    more = {"eval_dataset": rows, "ref_model": model(1), "max_steps": 1}
+    own = trained(tmp_path / "own", policy="confpo", policy_options={"loss": loss}, **more)
+    found = own.evaluate()
+    if loss == "dpo":
+        like = plain(tmp_path / "trl", **more)
+        like.model.load_state_dict(own.model.state_dict())
+        wanted = like.evaluate()
+        names = ["loss", *(f"rewards/{n}" for n in ("chosen", "margins", "accuracies"))]
+        for name in names:
+            assert found[f"eval_{name}"] == pytest.approx(wanted[f"eval_{name}"], abs=1e-5), name
+        return
+    margins = []
+    for row in own.eval_dataset:
+        means = []
+        for side in ("chosen_ids", "rejected_ids"):
+            ids, start = torch.tensor([row["prompt_ids"] + row[side]]), len(row["prompt_ids"])
+            with torch.no_grad():
+                log_probs = own.model(ids).logits[0, :-1].log_softmax(-1)
+            picked = log_probs.gather(-1, ids[0, 1:, None])[start - 1 :]
+            means.append(float(picked.mean()))
+        margins.append(means[0] - means[1])
+    # Batches of evaluation are of one size, or their mean is no mean of the pairs.
+    of_pairs = [-math.log(1 / (1 + math.exp(1.6 - 1.5 * m))) for m in margins]
+    assert found["eval_loss"] == pytest.approx(sum(of_pairs) / 6, abs=1e-5)
+    assert found["eval_rewards/margins"] == pytest.approx(1.5 * sum(margins) / 6, abs=1e-5)
+    accuracy = sum(m > 0 for m in margins) / 6
+    assert found["eval_rewards/accuracies"] == pytest.approx(accuracy)
 
 
 # --- each in three real steps ---------------------------------------------------------------------
@@ -150,6 +198,10 @@ def test_every_policy_trains(tmp_path: Path, by_dpo: DPOTrainer, name: str) -> N
     assert furthest(first, again) == 0
     assert all(bool(torch.isfinite(w).all()) for w in weights(first.model).values())
     assert furthest(first, by_dpo) > 1e-6
+    before = weights(first.model)
+    found = first.evaluate(preference_rows(4, seed=2))
+    assert math.isfinite(found["eval_loss"])
+    assert all(torch.equal(w, before[n]) for n, w in weights(first.model).items())
 
 
 def batch_of(trainer: AlphaDPOTrainer) -> tuple[dict[str, Any], Tensor]:

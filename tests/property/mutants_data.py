@@ -359,6 +359,14 @@ TRUNCATED = claim(
     examples=60,
     needs=("trl",),
 )
+CUT_PAIRS = claim(
+    test_shown_tokens.test_a_pair_is_compared_as_it_is_cut,
+    *[test_shown_tokens.RESPONSE] * 3,
+    *[test_shown_tokens.LIMIT] * 3,
+    st.sampled_from(["start", "end"]),
+    examples=100,
+    needs=("trl",),
+)
 NOTEBOOK = claim(
     test_coloured.test_a_notebook_shows_each_value_at_its_token,
     test_coloured.ROWS,
@@ -440,6 +448,13 @@ SHOWN = (
     row("rows-shown-cut-at-the-other-end", TRUNCATED,
         "rows are shown with the end that truncation takes",
         ("train.python_rows.kept_tokens", '== "keep_start"', '!= "keep_start"')),
+    row("pairs-compared-before-they-are-cut", CUT_PAIRS,
+        "a pair whose responses are equal as they are cut trains on noise",
+        ("train.python_rows.cut_problem", "or chosen != rejected",
+         'or pair["chosen_ids"] != pair["rejected_ids"]')),
+    row("a-cut-prompt-is-an-equal-pair", CUT_PAIRS,
+        "a pair without room for a response is said to have two equal ones",
+        ("train.python_rows.cut_problem", "not has_response or", "")),
     row("prompt-shown-as-trained", TRUNCATED,
         "tokens without a label are shown as trained on",
         ("cli.show_run._of_rows", "None if label == IGNORE else weight", "weight")),

@@ -123,3 +123,46 @@ def test_what_truncation_leaves_of_a_row(
     expected = [weights[t] if learned[t] and t != kept[0] else None for t in kept]
     assert own.weights == expected
     assert own.trained == [weight for weight in expected if weight not in (None, 0.0)]
+
+
+RESPONSE = st.lists(st.integers(5, 6), min_size=1, max_size=4)
+LIMIT = st.one_of(st.none(), st.integers(1, 5))
+
+
+@given(RESPONSE, RESPONSE, RESPONSE, LIMIT, LIMIT, LIMIT, st.sampled_from(["start", "end"]))
+@example([5, 6], [5, 5, 6], [5, 5, 5], 4, None, None, "start")
+@example([5, 6], [5, 5, 6], [5, 5, 5], None, None, 2, "start")
+def test_a_pair_is_compared_as_it_is_cut(
+    prompt: list[int],
+    chosen: list[int],
+    rejected: list[int],
+    both: int | None,
+    before: int | None,
+    after: int | None,
+    end: str,
+) -> None:
+    """A pair is refused where both sides reach a batch with the same tokens and a response.
+
+    Proves: pairs that are equal as they are cut (exact), against a batch of TRL's collator.
+    """
+    pytest.importorskip("trl")
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    from alphatoken.train.python_rows import cut_problem
+
+    args = SimpleNamespace(
+        max_length=both,
+        max_prompt_length=before,
+        max_response_length=after,
+        truncation_mode=f"keep_{end}",
+    )
+    pair = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+    cut = {
+        "prompt_ids": prompt[-(before or 9) :],
+        "chosen_ids": chosen[: after or 9],
+        "rejected_ids": rejected[: after or 9],
+    }
+    batch = DataCollatorForPreference(0, max_length=both, truncation_mode=f"keep_{end}")([cut])
+    ids, mask = batch["input_ids"], batch["completion_mask"]
+    equal = bool((ids[0] == ids[1]).all() and (mask[0] == mask[1]).all() and mask.any())
+    assert (cut_problem(pair, args) is not None) == equal

@@ -60,6 +60,11 @@ class LossTruncation(TokenPolicy):
         self.drop, self.unit = drop, unit
         self.native_ratio = 1 - drop
 
+    @property
+    def by_response(self) -> bool:
+        """True if whole responses are kept."""
+        return self.unit == "response"
+
     def scores(self, batch: PolicyBatch) -> Tensor:
         """``log p``, the lowest loss first; of a response the mean of its tokens'."""
         if self.unit == "response":

@@ -174,6 +174,12 @@ class PreferencePolicy(TokenPolicy):
         """
         return self.pair_losses(batch, log_probs, weights).mean()
 
+    def rewards(self, batch: PolicyBatch) -> Tensor | None:
+        """``beta`` times the mean log-probability of each response; DPO's are the trainer's own."""
+        if self.base_loss != "simpo":
+            return None
+        return self.beta * batch.log_probs.sum(-1) / batch.mask.sum(-1).clamp(min=1)
+
     def pair_losses(self, batch: PolicyBatch, log_probs: Tensor, weights: Tensor) -> Tensor:
         """(n,) base loss of each pair."""
         if self.base_loss == "simpo":

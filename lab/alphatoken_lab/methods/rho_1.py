@@ -103,6 +103,11 @@ class Rho1(TokenPolicy):
         self.needs = replace(type(self).needs, validation=True)  # type: ignore[misc]
 
     @property
+    def by_response(self) -> bool:
+        """True if whole responses are kept."""
+        return self.unit == "response"
+
+    @property
     def lacks(self) -> str | None:
         """The argument that is to name its second model; None if it needs none."""
         return "reference" if self.reference is None and self.reference_epochs is None else None
