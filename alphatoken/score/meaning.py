@@ -48,9 +48,10 @@ def meaning_of(settings: Mapping[str, object], trusted: str) -> Meaning:
         return _of_walk(settings, trusted)
     objective = f"the mean loss of {trusted}"
     if settings.get("objective") == "stability" or not trusted:
-        objective = "the drift from what the model was"
+        objective = "the penalty on drift from what the model was"
     elif settings.get("fisher_file", "none") != "none":
-        objective += f" plus {number(_float(settings['stability_weight']))} times the drift"
+        weight = number(_float(settings["stability_weight"]))
+        objective += f" plus {weight} times the penalty on drift"
     lead = (
         f"Blue: a step of rate {RATE:g} on this token alone lowers {objective}, by {RATE:g} times "
         "the value, to first order. Orange: it raises it"
@@ -63,7 +64,9 @@ def meaning_of(settings: Mapping[str, object], trusted: str) -> Meaning:
         lead += f". {method} approximates this on the linears of {scope}"
     elif settings.get("parameters", "all") != "all":
         lead += f". Only the {settings['parameters']} of the scored layers move"
-    return Meaning(f"{lead}.", _PER_STEP, RATE)
+    # One step moves the loss by the value times its rate only where that is what the value is.
+    exact = settings.get("estimator") not in CAPTURED and objective.startswith("the mean loss")
+    return Meaning(f"{lead}.", _PER_STEP, RATE if exact and "drift" not in objective else None)
 
 
 def _of_walk(settings: Mapping[str, object], trusted: str) -> Meaning:

@@ -342,8 +342,8 @@ def _line(record: Mapping[str, Any]) -> str:
 
 _APPROXIMATE = (
     "The estimator is the paper's: the direct part is exact, the causal part (Value-Propagation) "
-    "is approximate. --estimator label gives the exact value that a loss mask acts on; --verify N "
-    "compares the two on this model."
+    "is approximate. --value exact gives the exact value that a loss mask acts on, and `alphatoken "
+    "diagnose estimators` says how far the two are apart on this model."
 )
 
 

@@ -584,7 +584,7 @@ def test_a_sentence_says_what_the_values_of_a_run_are() -> None:
     assert (exact.unit, exact.rate) == ("nats per unit of step", 5e-5)
     paper = {"estimator": "alphatoken", "layers": 3, "fisher_file": "f", "stability_weight": 1.5}
     both = meaning_of(paper, "the 8 trusted rows").lead
-    assert "plus 1.5 times the drift" in both
+    assert "plus 1.5 times the penalty on drift" in both
     assert "The paper's estimator approximates this on the linears of the last 3 layers" in both
     alone = meaning_of(paper | {"objective": "stability"}, "").lead
-    assert "lowers the drift from what the model was" in alone
+    assert "lowers the penalty on drift from what the model was" in alone
