@@ -102,8 +102,8 @@ class MicroBatch:
 
 
 def undivided(batch: MicroBatch, kind: str) -> float:
-    """Factor that undoes the trainer's divisor if the loss is to be a sum; else 1."""
-    return 1.0 / batch.unit if kind == "sum" else 1.0
+    """Factor that undoes the divisor and the processes' mean if the loss is to be a sum; else 1."""
+    return 1.0 / batch.step_unit if kind == "sum" else 1.0
 
 
 def normalised(

@@ -39,6 +39,10 @@ UNCOUNTED, OWN_COUNT = (
     )
     for counted in test_pool.COUNTED[:2]
 )  # fmt: skip
+SUM = claim(
+    test_pool.test_a_sum_is_over_the_tokens_of_all_processes,
+    [[2, 1], [3, 5]], test_pool.COUNTED[1], examples=1,
+)  # fmt: skip
 SMALL_POOL = {"size": 9, "batch_size": 2, "mode": "pool", "held_out_share": 0.0, "seed": 1}
 WALK_ORDER = claim(
     test_pool.test_a_walk_takes_every_drawn_row_once, SMALL_POOL, 1, examples=1, tested=True
@@ -147,6 +151,9 @@ TRAINERS = (
     row("sum-still-divided", run_of(FULL_SUM),
         "kept_normalization='sum' leaves the trainer's divisor in the loss",
         ("train.trainer_loss.undivided", 'if kind == "sum" else 1.0', "if False else 1.0")),
+    row("sum-of-each-process-averaged", SUM,
+        "kept_normalization='sum' undoes the process's divisor and leaves the processes' mean",
+        ("train.trainer_loss.undivided", "batch.step_unit", "batch.unit")),
     row("ledger-of-a-sum-divided", run_of(FULL_SUM),
         "the ledger divides by the response tokens what the loss does not",
         ("train.records.RunRecords._write",
