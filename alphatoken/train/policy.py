@@ -395,11 +395,7 @@ class TokenPolicy:
         if self.static:
             return self.weights(batch).sum()
         # What a rule of its own keeps is an outcome of the forward; a share of n tokens is known.
-        kind, native = type(self), self.settings.mode == "native"
-        if native and kind.native_weights is not TokenPolicy.native_weights:
-            return None
-        budget = not native or self.native_ratio is None
-        if budget and kind.budget_weights is not TokenPolicy.budget_weights:
+        if own_methods(self, *rule_of(self)):
             return None
         counts = [batch.mask[rows].sum(-1).tolist() for rows in batch.rank_groups]
         if self._ranked == "batch":
@@ -425,6 +421,20 @@ class TokenPolicy:
 def response_tokens(row: Mapping[str, Any]) -> int:
     """Response tokens of a tokenised row, as trainers count them: nothing predicts its first."""
     return sum(label != IGNORE for label in row.get("labels", row["input_ids"])[1:])
+
+
+def rule_of(policy: TokenPolicy) -> tuple[str, ...]:
+    """Methods that turn its scores into weights, in the mode that was asked for."""
+    native = policy.settings.mode == "native"
+    first = ("native_weights",) if native else ()
+    budget = ("budget_weights",) if not native or policy.native_ratio is None else ()
+    return ("weights", *first, *budget, "best")
+
+
+def own_methods(policy: TokenPolicy, *names: str) -> list[str]:
+    """Those of these methods that the policy has in place of the base's."""
+    kind = type(policy)
+    return [name for name in names if getattr(kind, name) is not getattr(TokenPolicy, name)]
 
 
 def chooses_rows(policy: TokenPolicy) -> bool:

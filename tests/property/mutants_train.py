@@ -39,6 +39,10 @@ UNCOUNTED, OWN_COUNT = (
     )
     for counted in test_pool.COUNTED[:2]
 )  # fmt: skip
+OWN_RULE = claim(
+    test_policies.test_kept_tokens_are_the_sum_of_the_weights_or_unknown, "weights", "native",
+    examples=1, tested=True,
+)  # fmt: skip
 SUM = claim(
     test_pool.test_a_sum_is_over_the_tokens_of_all_processes,
     [[2, 1], [3, 5]], test_pool.COUNTED[1], examples=1,
@@ -142,6 +146,9 @@ TRAINERS = (
     row("kept-tokens-of-all", run_of(KEPT),
         "kept normalisation divides by all response tokens",
         ("train.trainer_loss.normalised", 'if kind != "kept":', "if True:")),
+    row("a-rule-of-ones-own-counted-as-a-share", OWN_RULE,
+        "a policy with weights of its own is divided by ceil(rho n) tokens",
+        ("train.policy.rule_of", '("weights", *first, *budget, "best")', "(*first, *budget)")),
     row("budget-over-both-branches", run_of("kept normalisation, DPO"),
         "the kept tokens are counted with one rounding for both branches",
         ("train.policy.TokenPolicy.kept_tokens", "in batch.rank_groups", "in [slice(None)]")),

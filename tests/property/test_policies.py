@@ -111,6 +111,21 @@ def test_settings_are_the_trainers_unless_a_policy_has_its_own() -> None:
     assert (own.settings.keep_ratio, others.settings.keep_ratio) == (0.4, 0.9)
 
 
+@pytest.mark.parametrize("mode", ["native", "budget"])
+@pytest.mark.parametrize("rule", ["none", "weights", "best", "native_weights", "budget_weights"])
+def test_kept_tokens_are_the_sum_of_the_weights_or_unknown(rule: str, mode: str) -> None:
+    """A rule of the policy's own is no share of the tokens, so its sum is not taken for one.
+
+    Proves: kept tokens of any policy before its forward (exact), against its weights.
+    """
+    of = batch([[1.0, 3.0, 2.0, 4.0]])
+    own = {} if rule == "none" else {rule: lambda _, batch, *ratio: batch.mask.double()}
+    made = type("Own", (Surprising,), own)(PolicySettings(mode, keep_ratio=0.5))
+    kept = made.kept_tokens(of)
+    assert kept is None or float(kept) == float(made.weights(of).sum())
+    assert kept is not None or rule != "none"
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.5])
 def test_weights_must_be_weights(bad: float) -> None:
     class Bad(TokenPolicy):

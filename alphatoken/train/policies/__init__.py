@@ -37,7 +37,7 @@ from alphatoken.train.policies.builtin import DPO, RATIO_POLICIES, Standard, Val
 from alphatoken.train.policies.own_weights import OwnWeights
 from alphatoken.train.policies.validation_mix import ValidationMix
 from alphatoken.train.policies.walk_rows import WalkRows
-from alphatoken.train.policy import PolicySettings, TokenPolicy
+from alphatoken.train.policy import PolicySettings, TokenPolicy, own_methods, rule_of
 
 __all__ = [
     "GROUP",
@@ -319,10 +319,7 @@ def _refuse_unfinished(chosen: TokenPolicy) -> None:
             remedy=f"name = '{kind.__name__.lower()}' in the class",
         )
     native = chosen.settings.mode == "native"
-    methods = ["scores", "best", "weights"]
-    methods += ["native_weights"] if native else []
-    methods += ["budget_weights"] if not native or chosen.native_ratio is None else []
-    if any(getattr(kind, method) is not getattr(TokenPolicy, method) for method in methods):
+    if own_methods(chosen, "scores", *rule_of(chosen)):
         return
     raise ConfigError(
         f"policy '{chosen.name}' has no rule for policy_mode='{chosen.settings.mode}'",
@@ -336,9 +333,7 @@ def _refuse_unfinished(chosen: TokenPolicy) -> None:
 
 def _refuse_rule_of_step(chosen: TokenPolicy) -> None:
     """Refuse a rule of its own that a step of several micro-batches would not go by."""
-    methods = ("native_weights", "budget_weights", "best", "weights")
-    kind = type(chosen)
-    own = [name for name in methods if getattr(kind, name) is not getattr(TokenPolicy, name)]
+    own = own_methods(chosen, "native_weights", "budget_weights", "best", "weights")
     if chosen.scope == "step" and own:
         raise ConfigError(
             f"policy '{chosen.name}' has the scope 'step' and a rule of its own",
