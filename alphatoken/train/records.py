@@ -40,7 +40,7 @@ from alphatoken.train.ledger import (
 )
 from alphatoken.train.manifest import RESULTS, RUN
 from alphatoken.train.python_rows import plain_rows, trained_parts
-from alphatoken.train.trainer_loss import MicroBatch, undivided
+from alphatoken.train.trainer_loss import MicroBatch
 from alphatoken.values import TokenValues, derivative_notes
 
 _NUMBERS = "Numbers are the step size times the value, summed over the visits of a row."
@@ -239,13 +239,20 @@ class RunRecords:
                     named.setdefault(key, place)
         return named
 
-    def micro_batch(self, batch: MicroBatch, values: TokenValues | None, weights: Tensor) -> None:
+    def micro_batch(
+        self,
+        batch: MicroBatch,
+        values: TokenValues | None,
+        weights: Tensor,
+        factor: float | Tensor = 1.0,
+    ) -> None:
         """Write down what one micro-batch is trained with.
 
         Args:
             batch: the micro-batch.
             values: of its tokens, where the policy needs them.
             weights: (b, t) of its tokens, before the loss is normalised.
+            factor: on the weights in the loss; see ``divisor_factor``.
         """
         if self.listener is not None:
             self.listener(batch.mask, weights)
@@ -254,15 +261,21 @@ class RunRecords:
             return
         rate = float(self._trainer.optimizer.param_groups[0]["lr"])
         step = self._trainer.state.global_step
-        self._unwritten.append(partial(self._write, batch, values, weights, rate, step))
+        self._unwritten.append(partial(self._write, batch, values, weights, factor, rate, step))
         # On a device each number that is read waits for the step, so several are read together.
         if on_host(batch.mask) or len(self._unwritten) >= _UNWRITTEN:
             self._write_all()
 
     def _write(
-        self, batch: MicroBatch, values: TokenValues, weights: Tensor, rate: float, step: int
+        self,
+        batch: MicroBatch,
+        values: TokenValues,
+        weights: Tensor,
+        factor: float | Tensor,
+        rate: float,
+        step: int,
     ) -> None:
-        scale = rate * batch.step_unit * undivided(batch, self._trainer.args.kept_normalization)
+        scale = rate * batch.step_unit * float(factor)
         inputs = {**batch.inputs, "labels": batch.labels}
         self._ledger.add(inputs, batch.mask, values, weights, scale=scale, step=step)
 

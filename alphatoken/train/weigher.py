@@ -42,7 +42,7 @@ from alphatoken.train.trainer_loss import (
     MicroBatch,
     MicroBatchPlan,
     TrainerLoss,
-    normalised,
+    divisor_factor,
     selecting,
 )
 from alphatoken.train.valuation import Valuation
@@ -226,17 +226,18 @@ class Weigher:
             weights = policy.weights(policy_batch) if planned is None else planned.to(leaf.dtype)
         if values is None:
             self._records.monitor.scoring(time.perf_counter() - started)
-        self._records.micro_batch(batch, values, weights)
         own_loss = policy.loss(policy_batch, leaf, weights)
         self._check_own_loss(own_loss, proxy)
+        factor: float | Tensor = 1.0
         if own_loss is not None:
             coefficients = proxy.coefficients(own_loss, leaf)[:, 1:]
-            loss, divided = own_loss.detach(), torch.ones_like(leaf)
+            loss, trained = own_loss.detach(), torch.ones_like(leaf)
         else:
-            weights = self._with_unvalued(batch, weights)
-            divided = normalised(weights, batch, self._divisor, plan.kept_share)
-            coefficients = run.final_coefficients(proxy, coefficients, weights, inputs)
-        update = proxy.surrogate(loss, coefficients, divided)
+            trained = self._with_unvalued(batch, weights)
+            factor = divisor_factor(trained, batch, self._divisor, plan.kept_share)
+            coefficients = run.final_coefficients(proxy, coefficients, trained, inputs)
+        self._records.micro_batch(batch, values, weights, factor)
+        update = proxy.surrogate(loss, coefficients, trained * factor)
         # A term of the policy's loss that reaches the model by another forward has its graph here.
         return update if own_loss is None else update + (own_loss - own_loss.detach())
 

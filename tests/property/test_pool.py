@@ -17,7 +17,7 @@ from alphatoken.train.options import AlphaOptions
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.records import TrainMonitor
 from alphatoken.train.run_rows import RunRows
-from alphatoken.train.trainer_loss import MicroBatch, MicroBatchPlan, TrainerLoss, normalised
+from alphatoken.train.trainer_loss import MicroBatch, MicroBatchPlan, TrainerLoss, divisor_factor
 from alphatoken.train.valuation import Valuation
 
 SIZES = st.integers(1, 40)
@@ -268,7 +268,7 @@ def test_a_sum_is_over_the_tokens_of_all_processes(sizes: list[list[int]], count
     Proves: a loss without a divisor in several processes (exact), against autograd.
     """
     for gradients, batch in gradients_of_step(sizes, counted):
-        weights = normalised(torch.ones(len(gradients)), batch, "sum")
-        assert (torch.tensor(gradients) * weights).tolist() == pytest.approx(
+        factor = float(divisor_factor(torch.ones(len(gradients)), batch, "sum"))
+        assert [factor * one for one in gradients] == pytest.approx(
             [1.0] * len(gradients), rel=1e-5
         )
