@@ -248,6 +248,13 @@ class TokenPolicy:
         native = self.native_ratio if self.settings.mode == "native" else None
         return self.settings.keep_ratio if native is None else native
 
+    @property
+    def reads_ratio(self) -> bool:
+        """True if ``keep_ratio`` says how many tokens are kept, and not a rule of its own."""
+        if self.settings.mode == "budget":
+            return True
+        return self.native_ratio is None and not own_methods(self, "weights", "native_weights")
+
     # --- before training --------------------------------------------------------------------------
 
     @property

@@ -58,10 +58,15 @@ _LEAD_OF_WALK = (
 )
 _RUN_UNIT = "step size times value"
 _SHOWN_OPTIONS = {
-    "policy": "Policy", "keep_ratio": "Share of the tokens to keep", "estimator": "Estimator",
-    "learning_rate": "Learning rate",
+    "policy": "Policy", "estimator": "Estimator", "learning_rate": "Learning rate",
 }  # fmt: skip
 """Options of a run that its page says in words."""
+
+_RUN_COMPONENTS = {
+    "total": "adaptation plus stability",
+    "stability": "how much training on the token kept the model near what it was (times lambda)",
+}
+"""What components say on the page of a run, where it is not what they say of other values."""
 
 REPORT = f"{RESULTS}/alphatoken-report.html"
 VALUES = f"{RESULTS}/values"
@@ -306,6 +311,9 @@ class RunRecords:
             "Model": Path(model_name(trainer.model)).name,
             "Training loss of the last log": last,
         }
+        policy = trainer.token_policy
+        if policy is not None and policy.reads_ratio:
+            facts["Share of the tokens to keep"] = f"{policy.settings.keep_ratio:g}"
         shown = {name: text for name, text in facts.items() if text}
         notes = derivative_notes(derivatives)
         if not whole.documents.keys() <= places.keys():
@@ -460,7 +468,7 @@ def _meaning_of(options: Mapping[str, Any]) -> Meaning:
     lead = _LEAD_OF_PAIRS if "beta" in options else _LEAD  # DPO's strength
     if options.get("estimator") == WALK:
         lead = _LEAD_OF_WALK
-    return Meaning(f"{lead} {_NUMBERS}", _RUN_UNIT)
+    return Meaning(f"{lead} {_NUMBERS}", _RUN_UNIT, components=_RUN_COMPONENTS)
 
 
 def _numbers(ids: Sequence[int]) -> list[str]:
