@@ -200,6 +200,8 @@ class TokenPolicy:
             the tokens of its loss (a preference trainer counts none, and each micro-batch is
             divided by its own); or "step", all micro-batches on all processes.
         signed: weights may be negative, which trains away from a token.
+        by_confidence: published weights that follow how sure the model is of a token, for
+            cross-entropy: a loss that weighs by it as well would do so twice.
         source: paper, and code if there is some.
     """
 
@@ -214,6 +216,7 @@ class TokenPolicy:
     denominator: ClassVar[str] = "response"
     divisor_scope: ClassVar[str] = "trainer"
     signed: bool = False
+    by_confidence: ClassVar[bool] = False
     source: ClassVar[str] = ""
 
     _settings: PolicySettings | None = None

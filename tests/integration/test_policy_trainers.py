@@ -369,6 +369,8 @@ def streamed() -> IterableDataset:
         (lambda d: sft(d, policy="talr", policy_options={"to": 1}), "does not take"),
         (lambda d: sft(d, policy="top", policy_options={"to": 1}), "no options of its own"),
         (lambda d: sft(d, policy="label", policy_options={"to": 1}), "no options of its own"),
+        (lambda d: sft(d, policy="dft", loss_type="dft"), "'dft' weighs .*twice"),
+        (lambda d: sft(d, TALR, loss_type="dft"), "'talr' weighs .*twice"),
         (lambda d: sft(d, policy="talr", policy_mode="soft"), "policy_mode"),
         (lambda d: sft(d, policy="talr", keep_scope="global"), "keep_scope"),
         (lambda d: sft(d, examples.Valuable, keep_scope="global"), "the trainers' own policies"),
@@ -407,6 +409,16 @@ def streamed() -> IterableDataset:
 def test_bad_input(tmp_path: Path, make: Any, match: str) -> None:
     with pytest.raises(AlphaTokenError, match=match):
         make(tmp_path)
+
+
+def test_options_beside_a_policy_are_an_arguments_of_its_class_alone(tmp_path: Path) -> None:
+    """An object has its arguments already, and a loss is weighed twice in native mode alone."""
+    args = AlphaSFTConfig(**options(tmp_path), policy="talr", policy_options={"tau": 2.0})
+    assert vars(chosen_policy(args, TALR, "sft"))["tau"] == 2.0
+    with pytest.raises(ConfigError, match="policy_options are not read by a policy object"):
+        chosen_policy(args, TALR(), "sft")
+    for more in ({"policy": "talr", "policy_mode": "budget"}, {"policy": "stm"}, {}):
+        AlphaSFTConfig(**options(tmp_path), loss_type="dft", **more)
 
 
 def test_command_line_takes_options(tmp_path: Path) -> None:

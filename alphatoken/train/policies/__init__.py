@@ -285,6 +285,13 @@ def chosen_policy(
         return kind(budget, unit=options.value_unit) if options.weighs else None
     arguments = read_policy_options(options.policy_options)
     if isinstance(own, TokenPolicy):
+        if arguments:
+            raise ConfigError(
+                "policy_options are not read by a policy object",
+                got=f"policy_options={arguments}, and a policy '{own.name}' that was handed over",
+                why="it was made with its arguments",
+                remedy="leave them out, or hand over the class",
+            )
         chosen = own
         chosen.bind(settings)
     else:
