@@ -253,7 +253,10 @@ class TokenPolicy:
 
     @property
     def reads_ratio(self) -> bool:
-        """True if ``keep_ratio`` says how many tokens are kept, and not a rule of its own."""
+        """True if ``keep_ratio`` says how many tokens are kept, and not a rule of its own.
+
+        One whose ``native_weights`` read it has a property of its own.
+        """
         if self.settings.mode == "budget":
             return True
         return self.native_ratio is None and not own_methods(self, "weights", "native_weights")

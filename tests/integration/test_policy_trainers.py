@@ -26,7 +26,7 @@ from alphatoken.train import (
     AlphaTrainer,
 )
 from alphatoken.train.policies import STANDS_FOR, chosen_policy
-from alphatoken.train.policies.builtin import DPO, BottomRatioPolicy, TopRatioPolicy
+from alphatoken.train.policies.builtin import DPO, BottomRatioPolicy, Standard, TopRatioPolicy
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
 from alphatoken_lab.methods.sstoken import prompt_attention, prompt_tokens
 from alphatoken_lab.methods.talr import TALR
@@ -176,8 +176,8 @@ def test_every_sft_policy_trains(
         policy=name,
         gradient_accumulation_steps=2,
         max_steps=3,
-        keep_ratio=0.4,
         policy_mode=mode,
+        **({"keep_ratio": 0.4} if mode == "budget" else {}),
     )
     trainer.train()
     assert len(losses(trainer)) == 3
@@ -369,6 +369,12 @@ def streamed() -> IterableDataset:
         (lambda d: sft(d, policy="talr", policy_options={"to": 1}), "does not take"),
         (lambda d: sft(d, policy="top", policy_options={"to": 1}), "no options of its own"),
         (lambda d: sft(d, policy="label", policy_options={"to": 1}), "no options of its own"),
+        (
+            lambda d: sft(d, policy="sstoken", keep_ratio=0.2),
+            "keep_ratio has no effect on policy 'sstoken'.*policy_mode='budget'",
+        ),
+        (lambda d: sft(d, examples.EvenIds, keep_ratio=0.2), "keep_ratio has no effect"),
+        (lambda d: sft(d, Standard(), keep_ratio=0.2), "no effect on policy 'standard'"),
         (lambda d: sft(d, policy="dft", loss_type="dft"), "'dft' weighs .*twice"),
         (lambda d: sft(d, TALR, loss_type="dft"), "'talr' weighs .*twice"),
         (lambda d: sft(d, policy="talr", policy_mode="soft"), "policy_mode"),

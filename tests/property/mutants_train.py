@@ -43,6 +43,10 @@ OWN_RULE = claim(
     test_policies.test_kept_tokens_are_the_sum_of_the_weights_or_unknown, "weights", "native",
     examples=1, tested=True,
 )  # fmt: skip
+OWN_SHARE = claim(
+    test_policies.test_a_policy_reads_the_ratio_where_its_weights_follow_it,
+    test_policies.OwnShare, "native", examples=1, tested=True,
+)  # fmt: skip
 SUM = claim(
     test_pool.test_a_sum_is_over_the_tokens_of_all_processes,
     [[2, 1], [3, 5]], test_pool.COUNTED[1], examples=1,
@@ -150,6 +154,9 @@ TRAINERS = (
     row("a-rule-of-ones-own-counted-as-a-share", OWN_RULE,
         "a policy with weights of its own is divided by ceil(rho n) tokens",
         ("train.policy.rule_of", '("weights", *first, *budget, "best")', "(*first, *budget)")),
+    row("a-rule-of-ones-own-taken-for-a-budget", OWN_SHARE,
+        "keep_ratio counts as read where the policy keeps a share of its own",
+        ("train.policy.TokenPolicy.reads_ratio", "self.native_ratio is None and", "True or")),
     row("budget-over-both-branches", run_of("kept normalisation, DPO"),
         "the kept tokens are counted with one rounding for both branches",
         ("train.policy.TokenPolicy.kept_tokens", "in batch.rank_groups", "in [slice(None)]")),

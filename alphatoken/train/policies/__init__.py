@@ -231,6 +231,8 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
     neutral = dict(_ONLY_VALUES)
     if made.settings.mode == "native" or made.replaces_loss:
         neutral["kept_normalization"] = "response"
+    if not made.reads_ratio:
+        neutral["keep_ratio"] = _DEFAULTS["keep_ratio"]
     if family == "preference" and made.needs.reference:
         neutral["precompute_ref_log_probs"] = False
     return neutral
@@ -370,6 +372,13 @@ def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
             remedy="a column of prepare(), made with a model of its own",
         )
     _refuse_divisor(chosen, options.kept_normalization)
+    if not chosen.reads_ratio and options.keep_ratio != _DEFAULTS["keep_ratio"]:
+        raise ConfigError(
+            f"keep_ratio has no effect on policy '{chosen.name}'",
+            got=f"keep_ratio={options.keep_ratio}, policy_mode={chosen.settings.mode!r}",
+            why="a rule of its own says what is kept",
+            remedy="leave it out; in policy_mode='budget' a policy that ranks keeps that share",
+        )
     for name, neutral in _ONLY_VALUES.items():
         if getattr(options, name) != neutral:
             raise ConfigError(
@@ -377,7 +386,7 @@ def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
                 if chosen.needs.values
                 else f"{name} belongs to token values, and policy '{chosen.name}' makes none",
                 got=f"{name}={getattr(options, name)!r}",
-                remedy="leave it out: keep_ratio is the setting of such a policy"
+                remedy="leave it out: in policy_mode='budget' such a policy reads keep_ratio"
                 if name == "keep_scope"
                 else f"leave it out, or policy='top' in place of '{chosen.name}'",
             )
