@@ -144,6 +144,7 @@ class OwnRule(Surprising):
 def test_a_policy_reads_the_ratio_where_its_weights_follow_it(
     kind: type[TokenPolicy], mode: str
 ) -> None:
+    """Proves: which policies read ``keep_ratio`` (exact), against their weights at two of them."""
     of = batch([[1.0, 3.0, 2.0, 4.0]])
     of = replace(of, values=torch.arange(of.mask.numel()).double().view_as(of.log_probs))
     few, many = (kind(PolicySettings(mode, keep_ratio=r)).weights(of).sum() for r in (0.25, 1.0))
