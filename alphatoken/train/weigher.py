@@ -30,7 +30,7 @@ from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.forward import evaluation_mode
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
-from alphatoken.support.devices import Refusals, deferred_refusals, settle
+from alphatoken.support.devices import Refusals, deferred_refusals, refuse, settle
 from alphatoken.support.precision import float16_named
 from alphatoken.support.seeds import seed_of
 from alphatoken.train.distributed import global_selection, layout
@@ -173,14 +173,23 @@ class Weigher:
             kept, count = ranks.sum_gradients({"kept": totals}, 0.0)[0]["kept"]
         elif run.args.average_tokens_across_devices and ranks.world > 1:
             kept = run.accelerator.gather(kept.float().reshape(1).to(run.args.device)).sum()
-        if self.policy.signed and not float(kept) > 0:
+        self._refuse_divisor(kept, ~(kept > 0))
+        return float(kept) / max(float(count), 1.0) or None
+
+    def _refuse_divisor(self, kept: Tensor, bad: Tensor) -> None:
+        """Refuse a sum of signed weights that is to divide the loss, where it is ``bad``."""
+        step = self._trainer_loss.step
+
+        def raise_error() -> None:
             raise NumericalError(
-                f"the weights of step {run.step} cannot divide its loss",
+                f"the weights of step {step} cannot divide its loss",
                 got=f"a sum of {float(kept):g}",
                 why="divided by it, tokens of weight 1 would be trained away from",
                 remedy="kept_normalization='response', or larger batches",
             )
-        return float(kept) / max(float(count), 1.0) or None
+
+        if self.policy.signed:
+            refuse(bad, raise_error)
 
     @property
     def _divisor(self) -> str:
@@ -234,6 +243,8 @@ class Weigher:
             loss, trained = own_loss.detach(), torch.ones_like(leaf)
         else:
             trained = self._with_unvalued(batch, weights)
+            if self._divisor == "kept" and plan.kept_share is None:
+                self._refuse_divisor(trained.sum(), (trained.sum() <= 0) & trained.any())
             factor = divisor_factor(trained, batch, self._divisor, plan.kept_share)
             coefficients = run.final_coefficients(proxy, coefficients, trained, inputs)
         self._records.micro_batch(batch, values, weights, factor)

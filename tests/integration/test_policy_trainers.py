@@ -351,6 +351,15 @@ class Validates(examples.FirstRows):
     needs = examples.Needs(validation=True)
 
 
+class Against(TokenPolicy):
+    name = "against"
+    signed = True
+    denominator = "kept"
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        return -batch.mask.float()
+
+
 def streamed() -> IterableDataset:
     return sft_rows(48).to_iterable_dataset()
 
@@ -404,6 +413,7 @@ def streamed() -> IterableDataset:
             lambda d: sft(d, examples.EvenIds, policy_mode="budget"),
             "'even-ids' has no rule for policy_mode='budget'",
         ),
+        (lambda d: sft(d, Against).train(), "weights of step 0 cannot divide its loss"),
         (lambda d: sft(d, Tensor), "not a policy"),
         (lambda d: sft(d, 3), "not a policy"),
         (lambda d: sft(d, examples.OwnDPO), "preference pairs"),
