@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alphatoken.config import CAPTURED, WALK
 from alphatoken.presets import WALK_RATE
@@ -25,6 +25,7 @@ class Meaning:
         rate: of one-step values, the step by which a tooltip turns one into a change of the loss.
         after: of values that are a loss before less a loss after, after what; or "".
         trusted: which the trusted rows are that a page marks.
+        components: key of a component -> what it says, where it says something else here.
     """
 
     lead: str = (
@@ -35,6 +36,7 @@ class Meaning:
     rate: float | None = None
     after: str = ""
     trusted: str = "which the values are against and which therefore lie higher"
+    components: Mapping[str, str] = field(default_factory=dict)
 
 
 def meaning_of(settings: Mapping[str, object], trusted: str) -> Meaning:

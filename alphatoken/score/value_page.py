@@ -78,7 +78,8 @@ def _sections(
 ) -> tuple[list[Section], dict[str, Any]]:
     present, zero = _present(summary)
     described = [
-        {"key": key, "name": COMPONENTS[key][0], "meaning": COMPONENTS[key][1]} for key in present
+        {"key": key, "name": name, "meaning": meaning.components.get(key, said)}
+        for key, (name, said) in ((key, COMPONENTS[key]) for key in present)
     ]
     shown, left_out = shown_examples(summary.sample, present)
     ends = {

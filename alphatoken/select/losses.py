@@ -68,8 +68,9 @@ def masked_sft_loss(
         raise InputError(
             "normalization must be 'response', 'kept' or 'sum'", got=repr(normalization)
         )
+    count = count.to(device=total.device, dtype=total.dtype)
     # A batch in which nothing is kept has loss 0; divided by 0 it would make the weights NaN.
-    return total / count.to(device=total.device, dtype=total.dtype).clamp(min=1)
+    return total / torch.where(count > 0, count, 1)
 
 
 def dpo_coefficient(

@@ -87,6 +87,11 @@ class TrainerInterface(_Base):
         """Arguments by which exported values find their rows again, such as a limit of length."""
         return {}
 
+    @property
+    def token_policy(self) -> Any:
+        """The ``TokenPolicy`` whose weights are trained with; None where no token is weighed."""
+        raise NotImplementedError
+
     # --- its loss ---------------------------------------------------------------------------------
 
     def refuse_base(self) -> None:

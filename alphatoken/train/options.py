@@ -23,7 +23,7 @@ from alphatoken.train.policies import (
     read_policy_options,
 )
 from alphatoken.train.policy import PolicySettings, TokenPolicy, row_weights
-from alphatoken.train.refusals import contradictions, raise_first, refused_settings
+from alphatoken.train.refusals import contradictions, raise_first, refused_losses, refused_settings
 
 RENAMED = {
     "max_seq_length": "max_length",
@@ -101,6 +101,7 @@ class AlphaOptions(AlphaFields):
 
     def check_policy(self, policy: TokenPolicy) -> None:
         """Refuse a policy that this kind of trainer cannot carry out with these options."""
+        raise_first(refused_losses(self, policy))
 
     def policy_settings(self) -> PolicySettings:
         """Settings of a method by name."""

@@ -201,6 +201,8 @@ class TokenPolicy:
             the tokens of its loss (a preference trainer counts none, and each micro-batch is
             divided by its own); or "step", all micro-batches on all processes.
         signed: weights may be negative, which trains away from a token.
+        by_confidence: published weights that follow how sure the model is of a token, for
+            cross-entropy: a loss that weighs by it as well would do so twice.
         source: paper, and code if there is some.
     """
 
@@ -215,6 +217,7 @@ class TokenPolicy:
     denominator: ClassVar[str] = "response"
     divisor_scope: ClassVar[str] = "trainer"
     signed: bool = False
+    by_confidence: ClassVar[bool] = False
     source: ClassVar[str] = ""
 
     _settings: PolicySettings | None = None
@@ -256,6 +259,16 @@ class TokenPolicy:
         """The share of the tokens to keep: published, where there is such a one, or the budget."""
         native = self.native_ratio if self.settings.mode == "native" else None
         return self.settings.keep_ratio if native is None else native
+
+    @property
+    def reads_ratio(self) -> bool:
+        """True if ``keep_ratio`` says how many tokens are kept, and not a rule of its own.
+
+        One whose ``native_weights`` read it has a property of its own.
+        """
+        if self.settings.mode == "budget":
+            return True
+        return self.native_ratio is None and not own_methods(self, "weights", "native_weights")
 
     # --- before training --------------------------------------------------------------------------
 
@@ -404,11 +417,7 @@ class TokenPolicy:
         if self.static:
             return self.weights(batch).sum()
         # What a rule of its own keeps is an outcome of the forward; a share of n tokens is known.
-        kind, native = type(self), self.settings.mode == "native"
-        if native and kind.native_weights is not TokenPolicy.native_weights:
-            return None
-        budget = not native or self.native_ratio is None
-        if budget and kind.budget_weights is not TokenPolicy.budget_weights:
+        if own_methods(self, *rule_of(self)):
             return None
         counts = [batch.mask[rows].sum(-1).tolist() for rows in batch.rank_groups]
         if self._ranked == "batch":
@@ -443,6 +452,20 @@ class TokenPolicy:
 def response_tokens(row: Mapping[str, Any]) -> int:
     """Response tokens of a tokenised row, as trainers count them: nothing predicts its first."""
     return sum(label != IGNORE for label in row.get("labels", row["input_ids"])[1:])
+
+
+def rule_of(policy: TokenPolicy) -> tuple[str, ...]:
+    """Methods that turn its scores into weights, in the mode that was asked for."""
+    native = policy.settings.mode == "native"
+    first = ("native_weights",) if native else ()
+    budget = ("budget_weights",) if not native or policy.native_ratio is None else ()
+    return ("weights", *first, *budget, "best")
+
+
+def own_methods(policy: TokenPolicy, *names: str) -> list[str]:
+    """Those of these methods that the policy has in place of the base's."""
+    kind = type(policy)
+    return [name for name in names if getattr(kind, name) is not getattr(TokenPolicy, name)]
 
 
 def chooses_rows(policy: TokenPolicy) -> bool:

@@ -23,6 +23,7 @@ from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.model.loading import text_tokenizer
 from alphatoken.support.storage import write_json
 from alphatoken.train.distributed import Ranks, cache_folder, layout, on_accelerator
+from alphatoken.train.fields import AlphaFields
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.manifest import policy_record, run_options
 from alphatoken.train.policies.builtin import RATIO_POLICIES
@@ -232,6 +233,7 @@ def _train_copy(
     own_folder = kept / f"run-{secrets.token_hex(4)}"
     plain: dict[str, Any] = {
         "policy": "all", "policy_options": None, "policy_mode": "native",
+        "keep_ratio": AlphaFields.keep_ratio,
         "export_values": False, "report_to": [],
         "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False,
         "eval_on_start": False, "load_best_model_at_end": False, "resume_from_checkpoint": None,

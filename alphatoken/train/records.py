@@ -40,7 +40,7 @@ from alphatoken.train.ledger import (
 )
 from alphatoken.train.manifest import RESULTS, RUN
 from alphatoken.train.python_rows import plain_rows, trained_parts
-from alphatoken.train.trainer_loss import MicroBatch, undivided
+from alphatoken.train.trainer_loss import MicroBatch
 from alphatoken.values import TokenValues, derivative_notes
 
 _NUMBERS = "Numbers are the step size times the value, summed over the visits of a row."
@@ -58,10 +58,15 @@ _LEAD_OF_WALK = (
 )
 _RUN_UNIT = "step size times value"
 _SHOWN_OPTIONS = {
-    "policy": "Policy", "keep_ratio": "Share of the tokens to keep", "estimator": "Estimator",
-    "learning_rate": "Learning rate",
+    "policy": "Policy", "estimator": "Estimator", "learning_rate": "Learning rate",
 }  # fmt: skip
 """Options of a run that its page says in words."""
+
+_RUN_COMPONENTS = {
+    "total": "adaptation plus stability",
+    "stability": "how much training on the token kept the model near what it was (times lambda)",
+}
+"""What components say on the page of a run, where it is not what they say of other values."""
 
 REPORT = f"{RESULTS}/alphatoken-report.html"
 VALUES = f"{RESULTS}/values"
@@ -239,13 +244,20 @@ class RunRecords:
                     named.setdefault(key, place)
         return named
 
-    def micro_batch(self, batch: MicroBatch, values: TokenValues | None, weights: Tensor) -> None:
+    def micro_batch(
+        self,
+        batch: MicroBatch,
+        values: TokenValues | None,
+        weights: Tensor,
+        factor: float | Tensor = 1.0,
+    ) -> None:
         """Write down what one micro-batch is trained with.
 
         Args:
             batch: the micro-batch.
             values: of its tokens, where the policy needs them.
             weights: (b, t) of its tokens, before the loss is normalised.
+            factor: on the weights in the loss; see ``divisor_factor``.
         """
         if self.listener is not None:
             self.listener(batch.mask, weights)
@@ -254,15 +266,21 @@ class RunRecords:
             return
         rate = float(self._trainer.optimizer.param_groups[0]["lr"])
         step = self._trainer.state.global_step
-        self._unwritten.append(partial(self._write, batch, values, weights, rate, step))
+        self._unwritten.append(partial(self._write, batch, values, weights, factor, rate, step))
         # On a device each number that is read waits for the step, so several are read together.
         if on_host(batch.mask) or len(self._unwritten) >= _UNWRITTEN:
             self._write_all()
 
     def _write(
-        self, batch: MicroBatch, values: TokenValues, weights: Tensor, rate: float, step: int
+        self,
+        batch: MicroBatch,
+        values: TokenValues,
+        weights: Tensor,
+        factor: float | Tensor,
+        rate: float,
+        step: int,
     ) -> None:
-        scale = rate * batch.step_unit * undivided(batch, self._trainer.args.kept_normalization)
+        scale = rate * batch.step_unit * float(factor)
         inputs = {**batch.inputs, "labels": batch.labels}
         self._ledger.add(inputs, batch.mask, values, weights, scale=scale, step=step)
 
@@ -293,6 +311,9 @@ class RunRecords:
             "Model": Path(model_name(trainer.model)).name,
             "Training loss of the last log": last,
         }
+        policy = trainer.token_policy
+        if policy is not None and policy.reads_ratio:
+            facts["Share of the tokens to keep"] = f"{policy.settings.keep_ratio:g}"
         shown = {name: text for name, text in facts.items() if text}
         notes = derivative_notes(derivatives)
         if not whole.documents.keys() <= places.keys():
@@ -447,7 +468,7 @@ def _meaning_of(options: Mapping[str, Any]) -> Meaning:
     lead = _LEAD_OF_PAIRS if "beta" in options else _LEAD  # DPO's strength
     if options.get("estimator") == WALK:
         lead = _LEAD_OF_WALK
-    return Meaning(f"{lead} {_NUMBERS}", _RUN_UNIT)
+    return Meaning(f"{lead} {_NUMBERS}", _RUN_UNIT, components=_RUN_COMPONENTS)
 
 
 def _numbers(ids: Sequence[int]) -> list[str]:

@@ -127,6 +127,19 @@ def _scaled() -> ConfigError:
     )
 
 
+def refused_losses(args: Any, policy: TokenPolicy) -> Iterator[ConfigError]:
+    """Reasons for refusing a policy beside a loss of TRL that weighs tokens as well."""
+    published = policy.settings.mode == "native" and policy.by_confidence
+    if published and getattr(args, "loss_type", None) == "dft":
+        yield ConfigError(
+            f"policy '{policy.name}' weighs each token by the model's confidence, and "
+            "loss_type='dft' does so too: it would count twice",
+            got=f"loss_type='dft', policy={policy.name!r}",
+            why="the published rule is of cross-entropy",
+            remedy="loss_type='nll', or policy='standard'",
+        )
+
+
 # --- the data sets --------------------------------------------------------------------------------
 
 

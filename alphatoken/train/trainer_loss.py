@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from alphatoken.model.batch import label_mask, predicted_labels, response_places
@@ -102,14 +103,14 @@ class MicroBatch:
 
 
 def undivided(batch: MicroBatch, kind: str) -> float:
-    """Factor that undoes the trainer's divisor if the loss is to be a sum; else 1."""
-    return 1.0 / batch.unit if kind == "sum" else 1.0
+    """Factor that undoes the divisor and the processes' mean if the loss is to be a sum; else 1."""
+    return 1.0 / batch.step_unit if kind == "sum" else 1.0
 
 
-def normalised(
+def divisor_factor(
     weights: Tensor, batch: MicroBatch, kind: str, kept_share: float | None = None
-) -> Tensor:
-    """Weights under one normalisation of the loss.
+) -> float | Tensor:
+    """Factor on the weights by which another divisor than the trainer's own divides the loss.
 
     Args:
         weights: (b, t) of the tokens.
@@ -119,11 +120,12 @@ def normalised(
             micro-batch's own.
     """
     if kind != "kept":
-        return weights * undivided(batch, kind)
+        return undivided(batch, kind)
     if kept_share is not None:
-        return weights * (1 / kept_share)
-    # Where nothing is kept the weights are 0, and so is the result.
-    return weights * (batch.loss_mask.sum() / weights.sum().clamp(min=1e-12))
+        return 1 / kept_share
+    kept = weights.sum()
+    # Where nothing is kept the step does not move along the micro-batch.
+    return batch.loss_mask.sum() / torch.where(kept > 0, kept, torch.inf)
 
 
 AROUND: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar(

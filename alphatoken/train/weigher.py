@@ -31,7 +31,7 @@ from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.batch import label_mask
 from alphatoken.model.forward import evaluation_mode
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
-from alphatoken.support.devices import Refusals, deferred_refusals, settle
+from alphatoken.support.devices import Refusals, deferred_refusals, refuse, settle
 from alphatoken.support.precision import float16_named
 from alphatoken.support.seeds import seed_of
 from alphatoken.train.distributed import global_selection, layout
@@ -43,7 +43,7 @@ from alphatoken.train.trainer_loss import (
     MicroBatch,
     MicroBatchPlan,
     TrainerLoss,
-    normalised,
+    divisor_factor,
     selecting,
 )
 from alphatoken.train.valuation import Valuation
@@ -174,14 +174,23 @@ class Weigher:
             kept, count = ranks.sum_gradients({"kept": totals}, 0.0)[0]["kept"]
         elif run.args.average_tokens_across_devices and ranks.world > 1:
             kept = run.accelerator.gather(kept.float().reshape(1).to(run.args.device)).sum()
-        if self.policy.signed and not float(kept) > 0:
+        self._refuse_divisor(kept, ~(kept > 0))
+        return float(kept) / max(float(count), 1.0) or None
+
+    def _refuse_divisor(self, kept: Tensor, bad: Tensor) -> None:
+        """Refuse a sum of signed weights that is to divide the loss, where it is ``bad``."""
+        step = self._trainer_loss.step
+
+        def raise_error() -> None:
             raise NumericalError(
-                f"the weights of step {run.step} cannot divide its loss",
+                f"the weights of step {step} cannot divide its loss",
                 got=f"a sum of {float(kept):g}",
                 why="divided by it, tokens of weight 1 would be trained away from",
                 remedy="kept_normalization='response', or larger batches",
             )
-        return float(kept) / max(float(count), 1.0) or None
+
+        if self.policy.signed:
+            refuse(bad, raise_error)
 
     @property
     def _divisor(self) -> str:
@@ -227,18 +236,21 @@ class Weigher:
             weights = policy.weights(policy_batch) if planned is None else planned.to(leaf.dtype)
         if values is None:
             self._records.monitor.scoring(time.perf_counter() - started)
-        self._records.micro_batch(batch, values, weights)
         own_loss = policy.loss(policy_batch, leaf, weights)
         self._check_own_loss(own_loss, proxy)
+        factor: float | Tensor = 1.0
         if own_loss is not None:
             self._note_rewards(policy_batch)
             coefficients = proxy.coefficients(own_loss, leaf)[:, 1:]
-            loss, divided = own_loss.detach(), torch.ones_like(leaf)
+            loss, trained = own_loss.detach(), torch.ones_like(leaf)
         else:
-            weights = self._with_unvalued(batch, weights)
-            divided = normalised(weights, batch, self._divisor, plan.kept_share)
-            coefficients = run.final_coefficients(proxy, coefficients, weights, inputs)
-        update = proxy.surrogate(loss, coefficients, divided)
+            trained = self._with_unvalued(batch, weights)
+            if self._divisor == "kept" and plan.kept_share is None:
+                self._refuse_divisor(trained.sum(), (trained.sum() <= 0) & trained.any())
+            factor = divisor_factor(trained, batch, self._divisor, plan.kept_share)
+            coefficients = run.final_coefficients(proxy, coefficients, trained, inputs)
+        self._records.micro_batch(batch, values, weights, factor)
+        update = proxy.surrogate(loss, coefficients, trained * factor)
         # A term of the policy's loss that reaches the model by another forward has its graph here.
         return update if own_loss is None else update + (own_loss - own_loss.detach())
 

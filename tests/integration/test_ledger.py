@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from alphatoken.model.batch import label_mask
 from alphatoken.score import ScoredExample, Visits, read_values
 from alphatoken.train import records
 from alphatoken.train.ledger import COMPONENTS, UNIT, ValueLedger, row_documents
+from alphatoken.train.policies.builtin import TopRatioPolicy
+from alphatoken.train.policy import Needs, PolicySettings, TokenPolicy
 from alphatoken.train.records import REPORT, export_values
 from tests.integration.tiny_training import dpo, model, sft, sft_rows
 from tests.property.profiles import budget
@@ -589,6 +592,46 @@ def test_the_page_of_a_run_says_what_its_values_are(
     trainer = dpo(tmp_path, ref_model=model(), **more) if pairs else sft(tmp_path, **more)
     trainer.train()
     assert due in (tmp_path / REPORT).read_text(encoding="utf-8")
+
+
+class _Half(TokenPolicy):
+    """A rule of its own, which keeps every second token."""
+
+    name = "half"
+    needs = Needs(values=True)
+
+    def native_weights(self, batch: Any) -> Tensor:
+        return (batch.mask & (torch.arange(batch.mask.shape[1]) % 2 == 0)).float()
+
+
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    [
+        ("top", "0.5"),
+        ("all", None),
+        (_Half(), None),
+        (TopRatioPolicy(PolicySettings("budget", keep_ratio=0.25)), "0.25"),
+    ],
+    ids=["top", "all", "own rule", "own settings"],
+)
+def test_the_page_of_a_run_shows_the_share_that_its_policy_keeps(
+    tmp_path: Path, policy: Any, share: str | None
+) -> None:
+    """And not an option that the policy does not read."""
+    sft(tmp_path, policy=policy, max_steps=1, retention="none", keep_ratio=0.5).train()
+    page = (tmp_path / REPORT).read_text(encoding="utf-8")
+    assert ("Share of the tokens to keep" in page) == (share is not None)
+    if share is not None:
+        assert re.search(f"Share of the tokens to keep</t[hd]><td>{share}<", page)
+
+
+def test_the_page_of_a_run_says_that_stability_counts_with_its_lambda(tmp_path: Path) -> None:
+    trainer = sft(tmp_path, max_steps=1, retention="data", retention_dataset=sft_rows(12, seed=7))
+    trainer.train()
+    page = (tmp_path / REPORT).read_text(encoding="utf-8")
+    assert "stability" in page
+    assert "before lambda" not in page
+    assert "lambda times" not in page
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from alphatoken.train import (
     AlphaTrainer,
 )
 from alphatoken.train.policies import STANDS_FOR, chosen_policy
-from alphatoken.train.policies.builtin import DPO, BottomRatioPolicy, TopRatioPolicy
+from alphatoken.train.policies.builtin import DPO, BottomRatioPolicy, Standard, TopRatioPolicy
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
 from alphatoken_lab.methods.sstoken import prompt_attention, prompt_tokens
 from alphatoken_lab.methods.talr import TALR
@@ -176,8 +176,8 @@ def test_every_sft_policy_trains(
         policy=name,
         gradient_accumulation_steps=2,
         max_steps=3,
-        keep_ratio=0.4,
         policy_mode=mode,
+        **({"keep_ratio": 0.4} if mode == "budget" else {}),
     )
     trainer.train()
     assert len(losses(trainer)) == 3
@@ -351,6 +351,15 @@ class Validates(examples.FirstRows):
     needs = examples.Needs(validation=True)
 
 
+class Against(TokenPolicy):
+    name = "against"
+    signed = True
+    denominator = "kept"
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        return -batch.mask.float()
+
+
 def streamed() -> IterableDataset:
     return sft_rows(48).to_iterable_dataset()
 
@@ -369,6 +378,14 @@ def streamed() -> IterableDataset:
         (lambda d: sft(d, policy="talr", policy_options={"to": 1}), "does not take"),
         (lambda d: sft(d, policy="top", policy_options={"to": 1}), "no options of its own"),
         (lambda d: sft(d, policy="label", policy_options={"to": 1}), "no options of its own"),
+        (
+            lambda d: sft(d, policy="sstoken", keep_ratio=0.2),
+            "keep_ratio has no effect on policy 'sstoken'.*policy_mode='budget'",
+        ),
+        (lambda d: sft(d, examples.EvenIds, keep_ratio=0.2), "keep_ratio has no effect"),
+        (lambda d: sft(d, Standard(), keep_ratio=0.2), "no effect on policy 'standard'"),
+        (lambda d: sft(d, policy="dft", loss_type="dft"), "'dft' weighs .*twice"),
+        (lambda d: sft(d, TALR, loss_type="dft"), "'talr' weighs .*twice"),
         (lambda d: sft(d, policy="talr", policy_mode="soft"), "policy_mode"),
         (lambda d: sft(d, policy="talr", keep_scope="global"), "keep_scope"),
         (lambda d: sft(d, examples.Valuable, keep_scope="global"), "the trainers' own policies"),
@@ -415,6 +432,7 @@ def streamed() -> IterableDataset:
             lambda d: sft(d, examples.EvenIds, policy_mode="budget"),
             "'even-ids' has no rule for policy_mode='budget'",
         ),
+        (lambda d: sft(d, Against).train(), "weights of step 0 cannot divide its loss"),
         (lambda d: sft(d, Tensor), "not a policy"),
         (lambda d: sft(d, 3), "not a policy"),
         (lambda d: sft(d, examples.OwnDPO), "preference pairs"),
@@ -432,6 +450,16 @@ def test_tokens_of_packed_rows_may_be_ranked_together(tmp_path: Path) -> None:
     made = sft(tmp_path, policy="loss-truncation", packing=True)
     assert not made.token_policy.by_response
     assert made.args.packing
+
+
+def test_options_beside_a_policy_are_an_arguments_of_its_class_alone(tmp_path: Path) -> None:
+    """An object has its arguments already, and a loss is weighed twice in native mode alone."""
+    args = AlphaSFTConfig(**options(tmp_path), policy="talr", policy_options={"tau": 2.0})
+    assert vars(chosen_policy(args, TALR, "sft"))["tau"] == 2.0
+    with pytest.raises(ConfigError, match="policy_options are not read by a policy object"):
+        chosen_policy(args, TALR(), "sft")
+    for more in ({"policy": "talr", "policy_mode": "budget"}, {"policy": "stm"}, {}):
+        AlphaSFTConfig(**options(tmp_path), loss_type="dft", **more)
 
 
 def test_command_line_takes_options(tmp_path: Path) -> None:

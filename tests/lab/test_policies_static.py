@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -668,6 +668,18 @@ def test_less_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert (found[2].steps, found[2].rate) == (expected[2].steps, expected[2].rate)
     with adapted(at.model, settings) as lora, pytest.raises(DataError, match="another warm-up"):
         warm_up(at, lora, settings, parts, "another")
+
+
+def test_less_reads_no_settings_of_lora_on_a_model_with_adapters(tmp_path: Path) -> None:
+    """Its own adapters are trained, and settings of others would be left unread."""
+    lora = get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    at = less_stage(tmp_path, model=lora)
+    own = {"rank": 4, "alpha": 4.0, "dropout": 0.0, "target_modules": ["q_proj"]}
+    common = {name: value for name, value in LESS_ARGUMENTS.items() if name not in own}
+    assert LESS(**common).choose_rows(at)
+    for name, value in own.items():
+        with pytest.raises(ConfigError, match=f"adapters of its own.*{name}=.*leave"):
+            LESS(**common, **{name: value}).choose_rows(at)
 
 
 def test_less_refuses_what_it_cannot_do(tmp_path: Path) -> None:

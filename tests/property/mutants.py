@@ -123,6 +123,10 @@ JVP_OF_SINKS = claim(test_attention.test_forward_mode_is_the_jvp, calls(sinks=Tr
 FROZEN_ADAM = claim(test_preconditioner.test_frozen_preconditioner, ADAM)
 FULL_ADAM = claim(test_preconditioner.test_full_preconditioner, ADAM)
 SFT_LOSS = claim(test_losses.test_sft_loss, test_losses.loss_cases(), "response")
+SMALL_WEIGHTS = claim(
+    test_losses.test_the_kept_divisor_is_the_sum_of_the_weights_however_small,
+    test_losses.loss_cases(), 1e-8,
+)  # fmt: skip
 LOSSES = claim(test_losses.test_token_losses, test_losses.loss_cases())
 TOTAL_ALONE = claim(test_options.test_total_alone, small(), ("path", "given"), examples=6)
 SPLIT_IN_PARTS = {
@@ -586,6 +590,10 @@ CORE = (
         "the mask of kept tokens is ignored",
         ("select.losses.masked_sft_loss",
          "(losses * weights).sum()", "(losses * (0 * weights + 1)).sum()")),
+    row("small-weights-divided-by-one", SMALL_WEIGHTS,
+        "a sum of weights below 1 does not divide the masked loss",
+        ("select.losses.masked_sft_loss",
+         "torch.where(count > 0, count, 1)", "count.clamp(min=1)")),
     row("sequence-scope-ranks-the-batch", selection("sequence"),
         'scope="sequence" uses one threshold for the batch',
         ("select.masks.select_top", 'if scope == "batch":', 'if scope in ("batch", "sequence"):')),

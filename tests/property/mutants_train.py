@@ -39,6 +39,18 @@ UNCOUNTED, OWN_COUNT = (
     )
     for counted in test_pool.COUNTED[:2]
 )  # fmt: skip
+OWN_RULE = claim(
+    test_policies.test_kept_tokens_are_the_sum_of_the_weights_or_unknown, "weights", "native",
+    examples=1, tested=True,
+)  # fmt: skip
+OWN_SHARE = claim(
+    test_policies.test_a_policy_reads_the_ratio_where_its_weights_follow_it,
+    test_policies.OwnShare, "native", examples=1, tested=True,
+)  # fmt: skip
+SUM = claim(
+    test_pool.test_a_sum_is_over_the_tokens_of_all_processes,
+    [[2, 1], [3, 5]], test_pool.COUNTED[1], examples=1,
+)  # fmt: skip
 SMALL_POOL = {"size": 9, "batch_size": 2, "mode": "pool", "held_out_share": 0.0, "seed": 1}
 WALK_ORDER = claim(
     test_pool.test_a_walk_takes_every_drawn_row_once, SMALL_POOL, 1, examples=1, tested=True
@@ -131,13 +143,20 @@ TRAINERS = (
     row("masked-logit-of-divided-weights", run_of(MASKED),
         "what divides the loss enters the masked logit",
         ("train.weigher.Weigher.loss",
-         "(proxy, coefficients, weights, inputs)", "(proxy, coefficients, divided, inputs)")),
+         "(proxy, coefficients, trained, inputs)",
+         "(proxy, coefficients, trained * factor, inputs)")),
     row("kept-tokens-counted-by-micro-batch", run_of(KEPT),
         "each micro-batch is divided by its own kept tokens",
-        ("train.trainer_loss.normalised", "if kept_share is not None:", "if False:")),
+        ("train.trainer_loss.divisor_factor", "if kept_share is not None:", "if False:")),
     row("kept-tokens-of-all", run_of(KEPT),
         "kept normalisation divides by all response tokens",
-        ("train.trainer_loss.normalised", 'if kind != "kept":', "if True:")),
+        ("train.trainer_loss.divisor_factor", 'if kind != "kept":', "if True:")),
+    row("a-rule-of-ones-own-counted-as-a-share", OWN_RULE,
+        "a policy with weights of its own is divided by ceil(rho n) tokens",
+        ("train.policy.rule_of", '("weights", *first, *budget, "best")', "(*first, *budget)")),
+    row("a-rule-of-ones-own-taken-for-a-budget", OWN_SHARE,
+        "keep_ratio counts as read where the policy keeps a share of its own",
+        ("train.policy.TokenPolicy.reads_ratio", "self.native_ratio is None and", "True or")),
     row("budget-over-both-branches", run_of("kept normalisation, DPO"),
         "the kept tokens are counted with one rounding for both branches",
         ("train.policy.TokenPolicy.kept_tokens", "in batch.rank_groups", "in [slice(None)]")),
@@ -147,10 +166,16 @@ TRAINERS = (
     row("sum-still-divided", run_of(FULL_SUM),
         "kept_normalization='sum' leaves the trainer's divisor in the loss",
         ("train.trainer_loss.undivided", 'if kind == "sum" else 1.0', "if False else 1.0")),
+    row("sum-of-each-process-averaged", SUM,
+        "kept_normalization='sum' undoes the process's divisor and leaves the processes' mean",
+        ("train.trainer_loss.undivided", "batch.step_unit", "batch.unit")),
     row("ledger-of-a-sum-divided", run_of(FULL_SUM),
         "the ledger divides by the response tokens what the loss does not",
-        ("train.records.RunRecords._write",
-         "* undivided(batch, self._trainer.args.kept_normalization)", "")),
+        ("train.records.RunRecords._write", " * float(factor)", "")),
+    row("ledger-of-kept-tokens-divided-by-all", run_of(KEPT),
+        "the ledger divides by the response tokens what the kept ones divide in the loss",
+        ("train.weigher.Weigher.loss", "values, weights, factor)",
+         "values, weights, 1.0 if self._divisor == 'kept' else factor)")),
     row("step-of-a-sum-divided", run_of(FULL_SUM),
         "the full preconditioner at the mean gradient where the sum is descended",
         ("train.valuation.Valuation._step_weights",
@@ -510,6 +535,5 @@ OWN_WEIGHTS = (
          "laid[len(rows):] = 1\n    batch[ROW_WEIGHTS_KEY] = laid")),
     row("negative-sum-divides", SUMS,
         "a step whose weights sum to 0 or less divides by them",
-        ("train.weigher.Weigher._kept_share",
-         "if self.policy.signed and not float(kept) > 0:", "if False:")),
+        ("train.weigher.Weigher._refuse_divisor", "if self.policy.signed:", "if False:")),
 )  # fmt: skip

@@ -9,8 +9,8 @@ in float64.
     weights     the best ceil(rho n) of each pool, ties by (micro-batch, row, position)
     gradient    sum over kept tokens of  c_k grad l_k,  cut to the longest norm that is allowed
     update      AdamW, written out
-    ledger      sum over visits of  learning rate * c * value, c the token's weight in the loss when
-                every token is kept
+    ledger      sum over visits of  learning rate * c * value, c the token's weight in the loss
+                where it is kept
 """
 
 from __future__ import annotations
@@ -520,13 +520,21 @@ class Replay:
         return factors
 
     def unit(self, step: int) -> float:
-        """Weight of one token's loss (times +-omega) in the loss when every token is kept."""
+        """Weight of one token's loss (times +-omega) in the trainer's loss, or in its sum."""
         micro = self.data.micro[step]
         if self.config.family == "dpo":
             return 1 / sum(len(m) // 2 for m in micro)
         if self.config.kept_normalization == "sum":
             return 1.0
         return 1 / sum(len(d.places) for m in micro for d in m)
+
+    def kept_unit(self, step: int, out: Step) -> float:
+        """The same in the loss that is trained on: by the kept tokens where those divide it."""
+        unit = self.unit(step)
+        if self.config.kept_normalization == "kept":
+            count = sum(len(w) for w in out.weights)
+            unit *= count / float(sum(w.sum() for w in out.weights))
+        return unit
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -590,20 +598,17 @@ class Replay:
         rows: Sequence[Sequence[Tensor]],
     ) -> None:
         """The gradient of the masked loss, cut, and AdamW's step."""
-        config, micro = self.config, self.data.micro[step]
+        micro = self.data.micro[step]
         total, scale = torch.zeros_like(self.first), torch.zeros_like(self.first)
-        unit = self.unit(step)
-        if config.kept_normalization == "kept":
-            count = sum(len(w) for w in out.weights)
-            unit *= count / float(sum(w.sum() for w in out.weights))
+        unit = self.kept_unit(step, out)
         for m, loss, gradient, weights in zip(micro, losses, rows, out.weights, strict=True):
             masks = weights.split([len(d.places) for d in m])
-            signs = self.signs(m, loss, masks if config.masked_logit else None)
+            signs = self.signs(m, loss, masks if self.config.masked_logit else None)
             for sign, mask, row in zip(signs, masks, gradient, strict=True):
                 total += unit * ((sign * mask) @ row)
                 scale += unit * ((sign * mask).abs() @ row.abs())
         out.norm = float(total.norm())
-        self.clip = min(1.0, config.max_grad_norm / (out.norm + 1e-6))
+        self.clip = min(1.0, self.config.max_grad_norm / (out.norm + 1e-6))
         out.gradient, out.gradient_scale = self.clip * total, self.clip * scale
         out.parameters = self.step_along(step, out.gradient)
 
@@ -634,7 +639,7 @@ class Replay:
 
     def record(self, step: int, out: Step) -> None:
         """Add this step's visits: scaled total, adaptation and stability, and the weight."""
-        rate = self.rate(step) * self.unit(step)
+        rate = self.rate(step) * self.kept_unit(step, out)
         for number, micro in enumerate(self.data.micro[step]):
             weights = out.weights[number]
             tables = [self.table(rate, x[number], weights) for x in (out.values, out.scales)]

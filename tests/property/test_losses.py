@@ -300,6 +300,25 @@ def test_float_weights_are_constants() -> None:
     assert torch.autograd.grad(loss, weights, allow_unused=True) == (None,)
 
 
+@given(loss_cases(), st.sampled_from([1e-8, 0.01, 0.1, 3.0]))
+def test_the_kept_divisor_is_the_sum_of_the_weights_however_small(
+    case: LossCase, size: float
+) -> None:
+    """A factor on all weights divides out: the loss stays a mean.
+
+    Proves: masked loss by float weights, divided by their sum (exact), against loops.
+    """
+    logits, labels = case.logits(), case.labels()
+    generator = torch.Generator().manual_seed(case.seed)
+    weights = size * torch.rand(labels.shape, generator=generator, dtype=torch.float64)
+    actual = losses.masked_sft_loss(logits, labels, weights, normalization="kept")
+    each, mask = loop_losses(logits, labels), labels != -100
+    mask[:, 0] = False
+    total = weights[mask].sum()
+    expected = (each * weights)[mask].sum() / total if bool(mask.any()) else 0.0 * each.sum()
+    close(actual, expected, each.detach().abs().sum() + 1.0, CONTRACTION, name="kept loss")
+
+
 def test_nothing_kept_is_zero_and_not_a_division_by_zero() -> None:
     case = LossCase(2, 4, 3, 3)
     logits, labels = case.logits(), case.labels()

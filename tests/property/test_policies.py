@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from alphatoken.errors import AlphaTokenError, ConfigError, InputError, NumericalError
 from alphatoken.select.masks import keep_count, select_top
 from alphatoken.train.policies import find_policy, policy, policy_names
-from alphatoken.train.policies.builtin import Standard
+from alphatoken.train.policies.builtin import Standard, TopRatioPolicy
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
 from tests.integration.policy_examples import Surprising
 
@@ -109,6 +110,45 @@ def test_settings_are_the_trainers_unless_a_policy_has_its_own() -> None:
     for made in (own, others):
         made.bind(PolicySettings(keep_ratio=0.9))
     assert (own.settings.keep_ratio, others.settings.keep_ratio) == (0.4, 0.9)
+
+
+@pytest.mark.parametrize("mode", ["native", "budget"])
+@pytest.mark.parametrize("rule", ["none", "weights", "best", "native_weights", "budget_weights"])
+def test_kept_tokens_are_the_sum_of_the_weights_or_unknown(rule: str, mode: str) -> None:
+    """A rule of the policy's own is no share of the tokens, so its sum is not taken for one.
+
+    Proves: kept tokens of any policy before its forward (exact), against its weights.
+    """
+    of = batch([[1.0, 3.0, 2.0, 4.0]])
+    own = {} if rule == "none" else {rule: lambda _, batch, *ratio: batch.mask.double()}
+    made = type("Own", (Surprising,), own)(PolicySettings(mode, keep_ratio=0.5))
+    kept = made.kept_tokens(of)
+    assert kept is None or float(kept) == float(made.weights(of).sum())
+    assert kept is not None or rule != "none"
+
+
+class OwnShare(Surprising):
+    name = "own-share"
+    native_ratio = 0.5
+
+
+class OwnRule(Surprising):
+    name = "own-rule"
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        return (batch.log_probs < -1).to(batch.log_probs)
+
+
+@pytest.mark.parametrize("mode", ["native", "budget"])
+@pytest.mark.parametrize("kind", [Surprising, OwnShare, OwnRule, Standard, TopRatioPolicy])
+def test_a_policy_reads_the_ratio_where_its_weights_follow_it(
+    kind: type[TokenPolicy], mode: str
+) -> None:
+    """Proves: which policies read ``keep_ratio`` (exact), against their weights at two of them."""
+    of = batch([[1.0, 3.0, 2.0, 4.0]])
+    of = replace(of, values=torch.arange(of.mask.numel()).double().view_as(of.log_probs))
+    few, many = (kind(PolicySettings(mode, keep_ratio=r)).weights(of).sum() for r in (0.25, 1.0))
+    assert kind(PolicySettings(mode)).reads_ratio == (float(few) < float(many))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.5])

@@ -17,7 +17,7 @@ from alphatoken.train.options import AlphaOptions
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.records import TrainMonitor
 from alphatoken.train.run_rows import RunRows
-from alphatoken.train.trainer_loss import MicroBatchPlan, TrainerLoss
+from alphatoken.train.trainer_loss import MicroBatch, MicroBatchPlan, TrainerLoss, divisor_factor
 from alphatoken.train.valuation import Valuation
 
 SIZES = st.integers(1, 40)
@@ -225,13 +225,10 @@ def token_counts(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.lists(own, min_size=1, max_size=3))
 
 
-@given(token_counts(), st.sampled_from(COUNTED))
-def test_a_tokens_weight_in_a_step_is_its_part_of_the_mean_gradient(
-    sizes: list[list[int]], counted: str
-) -> None:
-    """Gradients are averaged over processes, whose micro-batches are of any sizes.
+def gradients_of_step(sizes: list[list[int]], counted: str) -> list[tuple[list[float], MicroBatch]]:
+    """Of each micro-batch its tokens' part of the mean gradient, and what the library makes of it.
 
-    Proves: the weight of a token in a step of several processes (exact), against autograd.
+    Gradients are averaged over processes, whose micro-batches are of any sizes.
     """
     step, world, every = torch.zeros(()), len(sizes), sum(map(sum, sizes))
     found = []
@@ -252,6 +249,26 @@ def test_a_tokens_weight_in_a_step_is_its_part_of_the_mean_gradient(
             plan = MicroBatchPlan(number)
             found.append((losses, TrainerLoss(trainer, trainer).micro_batch(inputs, plan, count)))
     step.backward()
-    for losses, batch in found:
-        assert losses.grad is not None
-        assert losses.grad.tolist() == pytest.approx([batch.step_unit] * len(losses), rel=1e-5)
+    return [(losses.grad.tolist(), batch) for losses, batch in found if losses.grad is not None]
+
+
+@given(token_counts(), st.sampled_from(COUNTED))
+def test_a_tokens_weight_in_a_step_is_its_part_of_the_mean_gradient(
+    sizes: list[list[int]], counted: str
+) -> None:
+    """Proves: the weight of a token in a step of several processes (exact), against autograd."""
+    for gradients, batch in gradients_of_step(sizes, counted):
+        assert gradients == pytest.approx([batch.step_unit] * len(gradients), rel=1e-5)
+
+
+@given(token_counts(), st.sampled_from(COUNTED))
+def test_a_sum_is_over_the_tokens_of_all_processes(sizes: list[list[int]], counted: str) -> None:
+    """Each token's gradient counts once, however the trainer divides and averages them.
+
+    Proves: a loss without a divisor in several processes (exact), against autograd.
+    """
+    for gradients, batch in gradients_of_step(sizes, counted):
+        factor = float(divisor_factor(torch.ones(len(gradients)), batch, "sum"))
+        assert [factor * one for one in gradients] == pytest.approx(
+            [1.0] * len(gradients), rel=1e-5
+        )

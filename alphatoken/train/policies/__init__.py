@@ -37,7 +37,7 @@ from alphatoken.train.policies.builtin import DPO, RATIO_POLICIES, Standard, Val
 from alphatoken.train.policies.own_weights import OwnWeights
 from alphatoken.train.policies.validation_mix import ValidationMix
 from alphatoken.train.policies.walk_rows import WalkRows
-from alphatoken.train.policy import PolicySettings, TokenPolicy
+from alphatoken.train.policy import PolicySettings, TokenPolicy, own_methods, rule_of
 
 __all__ = [
     "GROUP",
@@ -231,6 +231,8 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
     neutral = dict(_ONLY_VALUES)
     if made.settings.mode == "native" or made.replaces_loss:
         neutral["kept_normalization"] = "response"
+    if not made.reads_ratio:
+        neutral["keep_ratio"] = _DEFAULTS["keep_ratio"]
     if family == "preference" and made.needs.reference:
         neutral["precompute_ref_log_probs"] = False
     return neutral
@@ -285,6 +287,13 @@ def chosen_policy(
         return kind(budget, unit=options.value_unit) if options.weighs else None
     arguments = read_policy_options(options.policy_options)
     if isinstance(own, TokenPolicy):
+        if arguments:
+            raise ConfigError(
+                "policy_options are not read by a policy object",
+                got=f"policy_options={arguments}, and a policy '{own.name}' that was handed over",
+                why="it was made with its arguments",
+                remedy="leave them out, or hand over the class",
+            )
         chosen = own
         chosen.bind(settings)
     else:
@@ -319,10 +328,7 @@ def _refuse_unfinished(chosen: TokenPolicy) -> None:
             remedy=f"name = '{kind.__name__.lower()}' in the class",
         )
     native = chosen.settings.mode == "native"
-    methods = ["scores", "best", "weights"]
-    methods += ["native_weights"] if native else []
-    methods += ["budget_weights"] if not native or chosen.native_ratio is None else []
-    if any(getattr(kind, method) is not getattr(TokenPolicy, method) for method in methods):
+    if own_methods(chosen, "scores", *rule_of(chosen)):
         return
     raise ConfigError(
         f"policy '{chosen.name}' has no rule for policy_mode='{chosen.settings.mode}'",
@@ -336,9 +342,7 @@ def _refuse_unfinished(chosen: TokenPolicy) -> None:
 
 def _refuse_rule_of_step(chosen: TokenPolicy) -> None:
     """Refuse a rule of its own that a step of several micro-batches would not go by."""
-    methods = ("native_weights", "budget_weights", "best", "weights")
-    kind = type(chosen)
-    own = [name for name in methods if getattr(kind, name) is not getattr(TokenPolicy, name)]
+    own = own_methods(chosen, "native_weights", "budget_weights", "best", "weights")
     if chosen.scope == "step" and own:
         raise ConfigError(
             f"policy '{chosen.name}' has the scope 'step' and a rule of its own",
@@ -368,6 +372,13 @@ def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
             remedy="a column of prepare(), made with a model of its own",
         )
     _refuse_divisor(chosen, options.kept_normalization)
+    if not chosen.reads_ratio and options.keep_ratio != _DEFAULTS["keep_ratio"]:
+        raise ConfigError(
+            f"keep_ratio has no effect on policy '{chosen.name}'",
+            got=f"keep_ratio={options.keep_ratio}, policy_mode={chosen.settings.mode!r}",
+            why="a rule of its own says what is kept",
+            remedy="leave it out; in policy_mode='budget' a policy that ranks keeps that share",
+        )
     for name, neutral in _ONLY_VALUES.items():
         if getattr(options, name) != neutral:
             raise ConfigError(
@@ -375,7 +386,7 @@ def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
                 if chosen.needs.values
                 else f"{name} belongs to token values, and policy '{chosen.name}' makes none",
                 got=f"{name}={getattr(options, name)!r}",
-                remedy="leave it out: keep_ratio is the setting of such a policy"
+                remedy="leave it out: in policy_mode='budget' such a policy reads keep_ratio"
                 if name == "keep_scope"
                 else f"leave it out, or policy='top' in place of '{chosen.name}'",
             )

@@ -100,6 +100,11 @@ class AllTokensPolicy(TopRatioPolicy):
         """True, whatever ``keep_ratio`` is."""
         return True
 
+    @property
+    def reads_ratio(self) -> bool:
+        """False: every token is kept."""
+        return False
+
     def select(
         self, scores: Tensor, mask: Tensor, ratio: float, generator: torch.Generator | None
     ) -> Tensor:
@@ -139,6 +144,11 @@ class Standard(TokenPolicy):
     def budget_weights(self, batch: PolicyBatch) -> Tensor:
         """1 on the response, whatever the budget."""
         return batch.mask.to(batch.log_probs.dtype)
+
+    @property
+    def reads_ratio(self) -> bool:
+        """False: every token is kept."""
+        return False
 
 
 class DPO(Standard):

@@ -59,6 +59,11 @@ class OwnWeights(TokenPolicy):
         """Whether weights below 0 are taken."""
         return self.allow_negative
 
+    @property
+    def reads_ratio(self) -> bool:
+        """False: the rows say what is kept."""
+        return False
+
     def scores(self, batch: PolicyBatch) -> Tensor:
         """The weights: a token of a larger one goes first."""
         assert batch.row_weights is not None

@@ -92,6 +92,11 @@ class WalkRows(Standard):
         """``rows``, ``chosen_rows``, ``kept_share`` of tokens, ``lowest_value`` of these rows."""
         return self._summary
 
+    @property
+    def reads_ratio(self) -> bool:
+        """True in mode "budget"; else ``share`` says how many rows are kept."""
+        return self.settings.mode == "budget"
+
     def choose_rows(self, stage: PolicyStage) -> list[int]:
         """Rows to train on, ascending."""
         values, tokens = self.row_values(stage), _tokens(stage.rows)

@@ -25,6 +25,7 @@ class DFT(TokenPolicy):
     """
 
     name: ClassVar[str] = "dft"
+    by_confidence: ClassVar[bool] = True
     source: ClassVar[str] = "arXiv 2508.05629"
 
     def scores(self, batch: PolicyBatch) -> Tensor:

@@ -38,6 +38,7 @@ class EAFT(TokenPolicy):
     """
 
     name: ClassVar[str] = "eaft"
+    by_confidence: ClassVar[bool] = True
     source: ClassVar[str] = "arXiv 2601.02151"
     needs: ClassVar[Needs] = Needs(entropy=True)
 

@@ -34,6 +34,7 @@ class GCE(TokenPolicy):
     """
 
     name: ClassVar[str] = "gce"
+    by_confidence: ClassVar[bool] = True
     source: ClassVar[str] = "arXiv 1805.07836"
 
     def __init__(self, settings: PolicySettings | None = None, *, q: float = 0.7) -> None:

@@ -134,7 +134,8 @@ def adapted(model: Any, settings: LoraWarmup) -> Iterator[Any]:
     A PEFT model keeps its own adapters, and their weights are put back.
 
     Raises:
-        ConfigError: no module has one of the target names; a PEFT model with nothing to train.
+        ConfigError: no module has one of the target names; a PEFT model with nothing to train, or
+            settings of LoRA beside it.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     kind = _lora if getattr(model, "peft_config", None) is None else _own_adapters
@@ -160,6 +161,14 @@ def _own_adapters(model: Any, settings: LoraWarmup) -> Iterator[Any]:
     parameters = trainable(model)
     if not parameters:
         raise ConfigError("the PEFT model has no trainable adapter", got="0 parameters")
+    for name in ("rank", "alpha", "dropout", "target_modules"):
+        if (given := getattr(settings, name)) != getattr(LoraWarmup, name):
+            raise ConfigError(
+                "the model has adapters of its own, which the warm-up trains as they are",
+                got=f"{name}={given!r}",
+                why="that is a setting of new ones, and nothing would read it",
+                remedy=f"leave {name} out, or hand over the model without adapters",
+            )
     before = {name: p.detach().clone() for name, p in parameters.items()}
     try:
         yield model

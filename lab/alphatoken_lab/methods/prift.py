@@ -32,6 +32,7 @@ class PriFT(TokenPolicy):
     name: ClassVar[str] = "prift"
     needs: ClassVar[Needs] = Needs(columns=(_COLUMN,))
     static: bool = True
+    by_confidence: ClassVar[bool] = True
     source: ClassVar[str] = "arXiv 2606.09396"
 
     def prepare(self, stage: PolicyStage) -> TokenTable:

@@ -43,6 +43,13 @@ class StaticMask(TokenPolicy):
         """Findings of ``prepare``: tokens, ``kept_share``, and the policy's other reports."""
         return self._summary
 
+    @property
+    def reads_ratio(self) -> bool:
+        """True if no rule or share of its own says how many tokens are kept."""
+        own_rule = type(self).native_keep is not StaticMask.native_keep
+        native = self.settings.mode == "native"
+        return not native or not (own_rule or self.native_ratio is not None)
+
     def measured(self, stage: PolicyStage) -> TokenTable:
         """Measurements of every training token by the static passes."""
         raise NotImplementedError

@@ -57,6 +57,7 @@ class TALR(TokenPolicy):
     """
 
     name: ClassVar[str] = "talr"
+    by_confidence: ClassVar[bool] = True
     source: ClassVar[str] = "arXiv 2509.20758"
 
     def __init__(

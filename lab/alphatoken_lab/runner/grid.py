@@ -306,7 +306,8 @@ def _training_options(
         options["policy_mode"] = mode
     # What the task's recipe says of its own policy and estimator gives way to a method's.
     neutral = unread_options(options, _FAMILY[task.command]) | unread_by_estimator(options)
-    options |= {k: v for k, v in neutral.items() if k in task.options and k not in own}
+    said = {*task.options, "keep_ratio"}
+    options |= {k: v for k, v in neutral.items() if k in said and k not in own}
     if lacks := lacking_model(method):
         second = _SECOND[task.command]
         if not any(one.name == second for one in grid.references):

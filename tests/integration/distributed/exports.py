@@ -59,9 +59,11 @@ def _uneven(layout: str) -> dict[str, Any]:
 
 
 OWN_COUNTS = {"average_tokens_across_devices": False}
+A_SUM = {"kept_normalization": "sum", "learning_rate": 1e-5}
 KINDS: dict[str, Callable[[str, Path], Any]] = {
     "SFT": _sft,
     "SFT, counts of each process": lambda lay, at: _sft(lay, at, **OWN_COUNTS),
+    "SFT, a sum": lambda lay, at: _sft(lay, at, **OWN_COUNTS, **A_SUM),
     "SFT, no count": lambda lay, at: _sft(lay, at, model=uncounted(), **_uneven(lay)),
     "pairs": _pairs,
     "plain": _plain,
