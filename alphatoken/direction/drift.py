@@ -53,7 +53,8 @@ class FisherDrift:
         fisher: diagonal Fisher, >= 0, in each parameter's own shape; empty for Kronecker.
         reference: weights of the reference model, one for each entry.
         metadata: how it was fitted; plain JSON values. ``metadata["model"]`` is compared with
-            the scored model's identity where present.
+            the scored model's identity where present, ``metadata["base"]`` with
+            :func:`base_projections` of its adapted weights.
         factors: (left, right) per parameter; empty for the diagonal. Scale: A_F a mean over tokens,
             S_F a mean over sequences of the sum over positions; then tr(S_F) tr(A_F) is comparable
             with the trace of the per-sequence diagonal.
@@ -193,11 +194,13 @@ class FisherDrift:
                 are about sqrt(2) apart, fine-tuning moves weights by far less.
 
         Raises:
-            FisherError: another architecture, missing parameters, other shapes, or weights so far
-                from the reference that it must be another model's.
+            FisherError: another architecture, missing parameters, other shapes, weights so far
+                from the reference that it must be another model's, or other weights under the
+                factors of adapters, which are no entries.
         """
         adapter = model if isinstance(model, DecoderAdapter) else find_adapter(model)
         self.check_identity(adapter.identity())
+        check_base(self.metadata.get("base") or {}, base_projections(adapter.model))
         weights = dict(adapter.model.named_parameters(remove_duplicate=False))
         unknown = [name for name in names if name not in weights]
         if unknown:
@@ -334,6 +337,48 @@ class ShardedDrift:
         size = self._sharding.norms({n: r.float() for n, r in self._reference.items()})
         check_distance(
             {n: distance[n] / size[n] for n in distance if size[n] > 0}, max_relative_drift
+        )
+
+
+_SAMPLED = 4096
+"""Entries of a weight that its projection reads."""
+
+
+@torch.no_grad()
+def base_projections(model: nn.Module) -> dict[str, float]:
+    """``<w, r> / ||w||`` of each weight w under an adapter, by name; none where there is none.
+
+    w is a sample of the weight, r a fixed vector of normal numbers: projections of two models are
+    independent standard normal numbers; rounding to 16 bits moves one by less than 0.01.
+    """
+    projections = {}
+    for name, weight in model.named_parameters():
+        if ".base_layer." not in name or not weight.is_floating_point() or not weight.numel():
+            continue
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].cpu().double()
+        normal = torch.randn(
+            len(sample), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        )
+        norm = float(sample.norm())
+        projections[name] = float(sample @ normal) / norm if norm > 0 else 0.0
+    return projections
+
+
+def check_base(fitted: Mapping[str, float], now: Mapping[str, float]) -> None:
+    """Refuse a Fisher of adapters on another base model; of weights that both have.
+
+    Raises:
+        FisherError: most projections differ by more than rounding.
+    """
+    away = {name: abs(now[name] - fitted[name]) for name in fitted if name in now}
+    if away and median(away.values()) > 0.1:
+        worst = max(away, key=lambda name: away[name])
+        raise FisherError(
+            "the Fisher was fitted for adapters on another base model",
+            got=f"other weights, most of all '{worst}'",
+            why="its entries would multiply factors that act on weights it says nothing about",
+            remedy="fit the Fisher on this model, or load the base that it was fitted on",
         )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alphatoken.direction.drift import FisherDrift, library_version
+from alphatoken.direction.drift import FisherDrift, base_projections, library_version
 from alphatoken.direction.moments import CorrectedMoments, DiagonalMoments, KroneckerMoments
 from alphatoken.direction.objective import scoring_forward
 from alphatoken.direction.sampling import (
@@ -342,6 +342,7 @@ class _Fit:
             **asdict(self.settings),
             "library_version": library_version(),
             "model": self.adapter.identity(),
+            "base": base_projections(self.adapter.model),
             "layers": list(self.scope.layers),
             "prompts": self.prompts_given,
             "response_tokens": self.response_tokens,

@@ -135,6 +135,24 @@ def test_key_depends_on_how_adapters_enter() -> None:
     assert keys[0] == key(peft_version="0.1")
 
 
+def test_a_fisher_of_adapters_belongs_to_one_base(tmp_path: Path) -> None:
+    """The factors of one seed are the same on two models; rounding of one base makes no other."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(seed: int) -> torch.nn.Module:
+        torch.manual_seed(0)
+        return get_peft_model(tiny.model(seed=seed), LoraConfig(**tiny.LORA))
+
+    fisher = fitted_fisher(adapted(0), PROMPTS, options(), tmp_path)
+    assert fisher.metadata["base"]
+    fisher.check(adapted(0), fisher.names)
+    fisher.check(adapted(0).to(torch.bfloat16), fisher.names)
+    with pytest.raises(FisherError, match="adapters on another base model"):
+        fisher.check(adapted(1), fisher.names)
+    with pytest.raises(FisherError, match="adapters on another base model"):
+        fisher.check(adapted(1).to(torch.bfloat16), fisher.names)
+
+
 def test_a_damaged_entry_is_named(tmp_path: Path) -> None:
     fitted_fisher(tiny.model(), PROMPTS, options(), tmp_path)
     (entry,) = tmp_path.glob("*.safetensors")
