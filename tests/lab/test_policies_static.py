@@ -609,7 +609,8 @@ def less_by_hand(
 def test_less_against_autograd_by_hand(tmp_path: Path, aggregate: str) -> None:
     """Proves: LESS (exact), against autograd, row by row."""
     at = less_stage(tmp_path)
-    policy = LESS(PolicySettings(seed=3), aggregate=aggregate, **LESS_ARGUMENTS)
+    names = [row["subtask"] for row in at.validation]
+    policy = LESS(PolicySettings(seed=3), aggregate=aggregate, subtasks=names, **LESS_ARGUMENTS)
     settings = replace(policy.warmup, seed=3)
     (tmp_path / "own").mkdir()
     with adapted(copy.deepcopy(at.model), settings) as lora:

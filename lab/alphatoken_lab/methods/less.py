@@ -78,9 +78,9 @@ class LESS(TokenPolicy):
         settings: mode, budget, rounding, seed.
         share: share of the rows, 0.05 as published. [above 0, to 1; raise it where the data set is
             small; the paper's 0.05]
-        subtasks: name of each validation row's subtask; None reads the column ``subtask``, and
-            where there is none all rows are one. [null, or a name for each validation row; name
-            them where the validation rows are of several tasks; the code's segments]
+        subtasks: name of each validation row's subtask; None: all rows are of one. [null, or a name
+            for each validation row; name them where the validation rows are of several tasks; the
+            code's segments]
         dimension: d of the projection; None projects nothing, and neither does a d that is no less
             than the number of LoRA parameters. [null, or from 1; lower it where time or memory is
             short; the code's 8,192]
@@ -230,7 +230,7 @@ class LESS(TokenPolicy):
 
     def _subtasks(self, validation: Sequence[Mapping[str, Any]]) -> list[str]:
         if self.subtasks is None:
-            return [str(row.get("subtask", "all")) for row in validation]
+            return ["all"] * len(validation)
         if len(self.subtasks) != len(validation):
             raise ConfigError(
                 "subtasks of LESS names one for each validation row",
