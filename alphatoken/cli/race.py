@@ -195,6 +195,8 @@ class _Command:
             return
         arguments = self._by_arm[result.winner]
         training.train(arguments, race.winner(result), [], going_on=True)
+        if is_first_process():
+            write_race_page(folder / PAGE, result, trained=True)
 
     def _going_on(self) -> str:
         words = [w for w in self._arguments.words if w not in ("--stop_after_looks", "--resume")]

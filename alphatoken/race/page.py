@@ -58,8 +58,8 @@ def verdict(result: RaceResult) -> str:
         )
     sides = _sides(outcome.left_at, last)
     return (
-        f"'all' wins: at step {step} of {state.steps} no arm is better on {rows} beyond its "
-        f"interval, in nats a token ({sides}; {how})."
+        f"'all' wins (train on every token): at step {step} of {state.steps} no arm is better on "
+        f"{rows} beyond its interval, in nats a token ({sides}; {how})."
     )
 
 
@@ -73,19 +73,28 @@ def _written(one: Difference) -> str:
     return interval(one.value, one.low, one.high)
 
 
-def write_race_page(path: Path, result: RaceResult, command: str = "") -> None:
+def write_race_page(
+    path: Path, result: RaceResult, command: str = "", *, trained: bool = False
+) -> None:
     """Write the page, whole or not at all.
 
     Args:
         path: of the file.
         result: after any of its looks.
         command: that goes on with the run.
+        trained: whether the winner has been trained to the end, into the folder of the page.
     """
     state, outcome = result.state, result.outcome
     columns = [("choosing", outcome.differences), ("retention", outcome.retention)]
     sections = [_column(state, name, looks) for name, looks in columns if looks]
-    sections += [_cost(result), Section("limits", "What a race does not say", remarks=LIMITS)]
-    if command:
+    sections += [
+        _cost(result, trained),
+        Section("limits", "What a race does not say", remarks=LIMITS),
+    ]
+    if trained:
+        end = f"'{result.winner}' was trained to step {state.steps}: {path.parent}"
+        sections.append(Section("command", "The trained model", remarks=[end]))
+    elif command:
         html = f'<code class="command">{escape(command)}</code>'
         sections.append(Section("command", "To go on with the run", html=html))
     digests = {"rows", "start", "run"}
@@ -190,14 +199,15 @@ def cost(result: RaceResult) -> str:
     )
 
 
-def _cost(result: RaceResult) -> Section:
+def _cost(result: RaceResult, trained: bool) -> Section:
     state, outcome, by_arm = result.state, result.outcome, steps_taken(result)
     fates = {}
     for name in by_arm:
         left = outcome.left_at.get(name)
         fates[name] = "runs" if left is None else f"left at step {state.looks[left]}"
         if outcome.winner is not None and left is None:
-            fates[name] = "goes on" if name == outcome.winner else "not better"
+            goes_on = "trained to the end" if trained else "goes on"
+            fates[name] = goes_on if name == outcome.winner else "not better"
         if name in state.failures:
             fates[name] = f"failed: {state.failures[name]}"
     columns: list[Any] = [

@@ -26,6 +26,7 @@ from alphatoken.race.runner import (
     reads_weights,
     refused_races,
 )
+from alphatoken.support.progress import is_first_process
 from alphatoken.train.dpo import AlphaDPOTrainer
 from alphatoken.train.leaks import leaking_rows, warn_of_leaks
 from alphatoken.train.python_rows import as_dataset, plain_rows, without_weights
@@ -131,6 +132,8 @@ def race(
         return result
     trainer = run.winner(result)
     trainer.train(resume_from_checkpoint="auto")
+    if is_first_process():
+        write_race_page(folder / PAGE, result, trained=True)
     return replace(result, trainer=trainer)
 
 

@@ -551,6 +551,9 @@ def test_the_command_stops_and_goes_on(place: Path, capsys: pytest.CaptureFixtur
     assert "is not empty" in capsys.readouterr().err
     assert main(shlex.split(then.removeprefix("next: alphatoken "))) == 0
     assert (place / "stopped" / "model.safetensors").exists()
+    page = (place / "stopped" / "race.html").read_text("utf-8")
+    assert f"was trained to step 5: {place / 'stopped'}" in page
+    assert 'class="command"' not in page
     assert main(["race", *own, "--overwrite_output", "--stop_after_looks"]) == 0
     assert not list((place / "stopped").glob("checkpoint-*"))
 
