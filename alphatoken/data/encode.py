@@ -231,7 +231,10 @@ def about_encoding(name: str, report: EncodeReport) -> list[str]:
     survey.leave_out(NO_RESPONSE, count=report.skipped_cut)
     survey.leave_out("they have no token to learn", count=report.skipped_empty - report.skipped_cut)
     survey.leave_out("they cannot be written as tokens", count=report.skipped_bad)
-    return notes + [f"{sentence}." for sentence in survey.left_out(f"{rows} left out")]
+    notes += [f"{sentence}." for sentence in survey.left_out(f"{rows} left out")]
+    if first := "; ".join(short(one, 100) for one in report.first_skipped[:3]):
+        notes.append(f"The first {rows} left out: {first}.")
+    return notes
 
 
 def survey_of(rows: Sequence[Row]) -> Survey:

@@ -163,13 +163,15 @@ def test_a_length_that_no_response_reaches_is_named(
 
 def test_notes_say_each_number_with_its_noun() -> None:
     report = EncodeReport(
-        truncated_rows=8, truncated_tokens=1058, skipped_empty=3, skipped_cut=2, skipped_bad=3
-    )
+        truncated_rows=8, truncated_tokens=1058, skipped_empty=3, skipped_cut=2, skipped_bad=3,
+        first_skipped=["a, line 2: it is empty", "a, line 5: half a tag"],
+    )  # fmt: skip
     assert about_encoding("train", report) == [
         "8 training rows are longer than --max_length allows; 1058 tokens were cut off their ends.",
         "2 training rows left out: no response within the length.",
         "1 training rows left out: they have no token to learn.",
         "3 training rows left out: they cannot be written as tokens.",
+        "The first training rows left out: a, line 2: it is empty; a, line 5: half a tag.",
     ]
     assert about_encoding("validation", EncodeReport()) == []
 
