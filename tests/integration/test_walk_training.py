@@ -157,7 +157,7 @@ def test_a_resumed_run_goes_on_with_its_walk(tmp_path: Path, form: str) -> None:
     whole = tiny.sft(tmp_path, **more)
     whole.train()
     saved = load_file(tmp_path / "checkpoint-2" / "alphatoken-rank0.safetensors")
-    assert any(name.startswith("alpha/walk/") for name in saved)
+    assert any(name.startswith("alpha/along/") for name in saved)
     again = tiny.sft(tmp_path, **more)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for name, weight in tiny.weights(whole.model).items():
