@@ -204,6 +204,7 @@ def test_a_score_must_be_finite(scope: str) -> None:
         (lambda: policy("os:path"), "not a policy"),
         (lambda: policy("nowhere.at_all:Thing"), "cannot be imported"),
         (lambda: policy("bottoms"), "did you mean bottom"),
+        (lambda: policy("walk-80"), "--policy top --value walk --keep_ratio 0.8"),
         (lambda: PolicySettings(mode="soft"), "policy_mode"),
         (lambda: PolicySettings(keep_ratio=0.0), "keep_ratio"),
     ],

@@ -32,6 +32,7 @@ from typing import Any
 from alphatoken.config import WALK, refused_by_estimator
 from alphatoken.errors import ConfigError
 from alphatoken.model.choice import ParameterChoice, read_layers
+from alphatoken.presets import PRESETS
 from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies.builtin import DPO, RATIO_POLICIES, Standard, ValidationFirst
 from alphatoken.train.policies.own_weights import OwnWeights
@@ -129,6 +130,10 @@ def _no_such_policy(name: str) -> ConfigError:
     if module:
         remedy = f"did you mean '{module}:{attribute}'?"
         return ConfigError(what, got=got, why="a class is named after a colon", remedy=remedy)
+    preset, _, share = name.rpartition("-")
+    if preset in PRESETS and share.isdigit():
+        remedy = f"--policy top --value {preset} --keep_ratio {int(share) / 100:g}"
+        return ConfigError(what, got=got, why="this is an arm of a race", remedy=remedy)
     names = tuple(dict.fromkeys((*TRAINER_POLICIES, *STANDS_FOR, *policy_names())))
     close = difflib.get_close_matches(name, names, n=1)
     return ConfigError(
