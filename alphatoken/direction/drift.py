@@ -372,7 +372,8 @@ def check_base(fitted: Mapping[str, float], now: Mapping[str, float]) -> None:
         FisherError: most projections differ by more than rounding.
     """
     away = {name: abs(now[name] - fitted[name]) for name in fitted if name in now}
-    if away and median(away.values()) > 0.1:
+    # Weights that were rounded to 4 bits are 0.1 apart, two unrelated ones 1.15 in the median.
+    if away and median(away.values()) > 0.3:
         worst = max(away, key=lambda name: away[name])
         raise FisherError(
             "the Fisher was fitted for adapters on another base model",

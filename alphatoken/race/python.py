@@ -29,6 +29,7 @@ from alphatoken.race.runner import (
 from alphatoken.support.progress import is_first_process
 from alphatoken.train.dpo import AlphaDPOTrainer
 from alphatoken.train.leaks import leaking_rows, warn_of_leaks
+from alphatoken.train.policies import unread_options
 from alphatoken.train.python_rows import as_dataset, plain_rows, without_weights
 from alphatoken.train.refusals import raise_first
 from alphatoken.train.sft import AlphaSFTTrainer
@@ -86,7 +87,7 @@ def race(
     _check_arguments(model, arguments)
     raise_first(refused_races(args))
     arms = read_arms(config.arms)
-    configurations = {arm.name: replace(args, **arm.options) for arm in arms}
+    configurations = {arm.name: replace(args, **_options_of(args, arm)) for arm in arms}
     train_dataset = as_dataset(train_dataset, "training")
     if validation_dataset is not None:
         validation_dataset = as_dataset(validation_dataset, "validation")
@@ -126,6 +127,9 @@ def race(
         say=partial(print, file=sys.stderr, flush=True),
         shown=lambda result: write_race_page(folder / PAGE, result),
     )
+    for arm in arms:
+        for name in _options_of(args, arm).keys() - arm.options.keys():
+            run.say(f"{arm.name}: {name} of the run gives way to this arm, which does not read it")
     result = run.run(resume=resume)
     run.say(verdict(result))
     if config.stop_after_looks:
@@ -169,6 +173,18 @@ def _check_arguments(model: Any, arguments: dict[str, Any]) -> None:
             )
 
 
+def _options_of(args: Any, arm: Arm) -> dict[str, Any]:
+    """The arm's options; what its policy does not read of the run's gives way, as in the command.
+
+    Args:
+        args: configuration of the run.
+        arm: whose options its trainer has in their place.
+    """
+    unread = unread_options({**vars(args), **arm.options}, args.FAMILY)
+    own = {name: value for name, value in unread.items() if getattr(args, name, value) != value}
+    return {**own, **arm.options}
+
+
 def _make(
     kind: type[Any],
     model: str | Callable[[], Any],
@@ -180,7 +196,7 @@ def _make(
     folder: Path,
 ) -> Any:
     """A new trainer of one arm."""
-    own = {**arm.options, **options_in(folder, args)}
+    own = {**_options_of(args, arm), **options_in(folder, args)}
     # What has state, or moves in training: nothing of one arm enters another.
     apart = {"peft_config", "callbacks"} & arguments.keys()
     apart |= {"ref_model"} & arguments.keys() if getattr(args, "sync_ref_model", False) else set()

@@ -38,6 +38,7 @@ from alphatoken.errors import (
     warn_caller,
 )
 from alphatoken.support.storage import flush, read_tensors, write_tensors
+from alphatoken.train.distributed import layout
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.manifest import (
     Manifest,
@@ -152,6 +153,7 @@ class RunCheckpoints(TrainerCallback):
         trainer = self._trainer
         tensors, metadata = read_tensors(self._own_file(folder))
         self._refuse_lost_tensors(json.loads(metadata["callbacks"]))
+        self._refuse_other_weights(json.loads(metadata["weights"])["digest"])
         loss = tensors.pop("loss").to(trainer._tr_loss.device)
         since_log = json.loads(metadata["since_log"])
         trainer._tr_loss += loss
@@ -165,6 +167,32 @@ class RunCheckpoints(TrainerCallback):
         # Copies: what is read stays mapped to a file that rotation will remove.
         own = {name.removeprefix("alpha/"): tensor.clone() for name, tensor in tensors.items()}
         trainer.load_alpha_state(own, json.loads(metadata["alpha"]))
+
+    def _weights(self) -> str | None:
+        """Digest of the model's weights; None where no process has them whole."""
+        trainer = self._trainer
+        if layout(trainer.accelerator) not in ("single", "ddp"):
+            return None
+        return weights_fingerprint(dict(trainer.model.named_parameters()))
+
+    def _refuse_other_weights(self, saved: str | None) -> None:
+        """Refuse a model whose weights are not those that were saved.
+
+        transformers loads a checkpoint without saying more than that keys were missing: where an
+        architecture saves weights under other names than it has them, they stay as they were.
+
+        Raises:
+            DataError: they are others.
+        """
+        if saved is not None and self._weights() not in (saved, None):
+            raise DataError(
+                "the checkpoint's weights are not those that the model now has",
+                got=type(self._trainer.model).__name__,
+                why="transformers has left some of them out in loading it, so the run would go on "
+                "from other weights",
+                remedy="train to the end in one go: this architecture's checkpoints are saved "
+                "under other names than it loads",
+            )
 
     def _refuse_lost_tensors(self, saved: Digests) -> None:
         """Refuse a callback whose tensors are not those of the checkpoint, which has only digests.
@@ -263,6 +291,7 @@ class RunCheckpoints(TrainerCallback):
         self._warn_of_tensors(digests)
         callbacks = {name: digest for name, digest in digests.items() if digest is not None}
         parts = {"alpha": values, "since_log": since_log, "callbacks": callbacks}
+        parts["weights"] = {"digest": self._weights()}
         metadata = {name: json.dumps(part) for name, part in parts.items()}
         write_tensors(self._own_file(folder), {**own, "loss": trainer._tr_loss}, metadata)
 

@@ -422,18 +422,15 @@ class AlphaTrainerMixin(TrainerInterface):
                 asked for beside the loss.
         """
         # Evaluation is of all tokens, whatever is trained on.
-        if (
-            self.weigher is not None
-            and not self.model.training
-            and self.weigher.policy.replaces_loss
-        ):
+        weigher = self.weigher
+        if weigher is not None and not self.model.training and weigher.policy.evaluates:
             outputs = None
-            if return_outputs:
+            if return_outputs:  # logits that metrics are computed of, by a forward of their own
                 with self.trainer_loss.beside_training():
                     outputs = super().compute_loss(model, inputs, return_outputs=True)[1]
-            loss = self.weigher.evaluation_loss(model, inputs)
+            loss = weigher.evaluation_loss(model, inputs)
             return (loss, outputs) if return_outputs else loss
-        if self.weigher is None or not self.model.training:
+        if weigher is None or not self.model.training:
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
@@ -454,7 +451,7 @@ class AlphaTrainerMixin(TrainerInterface):
             )
         with self.step_guard.deferring():
             batch = self.trainer_loss.micro_batch(inputs, self._plan, num_items_in_batch)
-            loss = self.weigher.loss(model, batch)
+            loss = weigher.loss(model, batch)
         self.step_guard.expect_gradient(loss)
         return loss
 

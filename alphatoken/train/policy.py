@@ -247,6 +247,17 @@ class TokenPolicy:
         return type(self).loss is not TokenPolicy.loss
 
     @property
+    def evaluates(self) -> bool:
+        """True if its own loss measures evaluation rows too.
+
+        Of one that reads values, columns, attention or weights of rows it does not: those are of
+        training rows alone, and evaluation is by the trainer's own loss.
+        """
+        needs = self.needs
+        of_training = needs.values or needs.columns or needs.attention or needs.row_weights
+        return self.replaces_loss and not of_training
+
+    @property
     def by_response(self) -> bool:
         """True if it takes a row of a batch for one response: ranks it alone, or scores it as one.
 
@@ -435,8 +446,8 @@ class TokenPolicy:
         Args:
             batch: chosen rows, then rejected ones.
             log_probs: of the current model, at token indices.
-            weights: what ``weights`` gave. In evaluation it is 1 for every response token, and the
-                batch has no columns and no values.
+            weights: what ``weights`` gave; in evaluation (``evaluates``) 1 for every response
+                token.
         """
         return None
 

@@ -145,6 +145,17 @@ class OwnDPO(TokenPolicy):
         return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
+class ValuedDPO(OwnDPO):
+    """A loss that reads values, which are of training rows alone."""
+
+    name = "valued-dpo"
+    needs = Needs(reference=True, values=True)
+
+    def loss(self, batch: PolicyBatch, log_probs: Tensor, weights: Tensor) -> Tensor:
+        assert batch.values is not None
+        return super().loss(batch, log_probs, weights * batch.values)
+
+
 class NoLoss(OwnDPO):
     """Says that it has a loss of its own, and gives none."""
 

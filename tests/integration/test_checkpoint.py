@@ -254,6 +254,15 @@ def test_a_direction_that_outlasts_a_save_is_kept(tmp_path: Path, options: dict[
     assert tiny.losses(whole) == tiny.losses(alone)
 
 
+def test_weights_that_a_checkpoint_gives_back_in_part_are_refused(tmp_path: Path) -> None:
+    """transformers saves Mixtral's experts under names that a resumed run does not load."""
+    more = {"policy": "standard", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    tiny.sft(tmp_path, model=tiny.mixture(), **more).train()
+    again = tiny.sft(tmp_path, model=tiny.mixture(), **more)
+    with pytest.raises(DataError, match="weights are not those that the model now has"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
 # --- what moves beside the model ------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -444,6 +445,22 @@ def streamed() -> IterableDataset:
 def test_bad_input(tmp_path: Path, make: Any, match: str) -> None:
     with pytest.raises(AlphaTokenError, match=match):
         make(tmp_path)
+
+
+@pytest.mark.parametrize("policy", [examples.OwnDPO, examples.ValuedDPO])
+def test_evaluation_is_by_a_loss_that_needs_no_training_row(tmp_path: Path, policy: Any) -> None:
+    """A loss of values would be 0 on evaluation rows, which have none: there is the trainer's."""
+    rows = tiny.preference_rows(4, seed=3)
+    trusted = tiny.preference_rows(12, seed=5)
+    made = dpo(tmp_path / "own", policy, eval_dataset=rows, validation_dataset=trusted)
+    assert made.token_policy.evaluates == (policy is examples.OwnDPO)
+    plain = dpo(tmp_path / "plain", "standard", eval_dataset=rows)
+    for trainer in (made, plain):  # away from the reference, where every loss is log 2
+        with torch.no_grad():
+            trainer.model.lm_head.weight.mul_(1.5)
+    loss, expected = (trainer.evaluate()["eval_loss"] for trainer in (made, plain))
+    assert abs(expected - math.log(2)) > 1e-3
+    assert loss == pytest.approx(expected, abs=1e-5)
 
 
 def test_tokens_of_packed_rows_may_be_ranked_together(tmp_path: Path) -> None:

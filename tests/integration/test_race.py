@@ -346,6 +346,17 @@ def test_arms_without_values_need_no_validation_rows(tmp_path: Path) -> None:
     assert without.outcome == beside.outcome
 
 
+def test_options_that_an_arm_does_not_read_give_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on the command line: the share that another arm keeps is no fault of this one."""
+    arms = {"rows": {"policy": "walk-rows", "policy_options": {"walk_steps": 2}}, "half": HALF}
+    World(tmp_path).race(arms=arms, options={"keep_ratio": 0.7}, stop_after_looks=True)
+    said = capsys.readouterr().err
+    assert "rows: keep_ratio of the run gives way to this arm" in said
+    assert "half: keep_ratio" not in said
+
+
 def test_few_choosing_rows_are_warned_of(tmp_path: Path) -> None:
     with pytest.warns(AlphaTokenWarning, match="3 choosing rows: Student's t has 2 degrees"):
         World(tmp_path).race(choosing_dataset=tiny.sft_rows(3, seed=9), stop_after_looks=True)

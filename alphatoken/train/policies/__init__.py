@@ -382,7 +382,13 @@ def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
             f"keep_ratio has no effect on policy '{chosen.name}'",
             got=f"keep_ratio={options.keep_ratio}, policy_mode={chosen.settings.mode!r}",
             why="a rule of its own says what is kept",
-            remedy="leave it out; in policy_mode='budget' a policy that ranks keeps that share",
+            remedy="leave it out"
+            + (
+                "; policy_mode='budget' keeps that share"
+                if chosen.settings.mode == "native"
+                else ""
+            )
+            + "; a class of your own whose rule reads it says so by reads_ratio",
         )
     for name, neutral in _ONLY_VALUES.items():
         if getattr(options, name) != neutral:
