@@ -43,7 +43,8 @@ def against_trl(make: Any, folder: Path, shared: dict[str, Any], **own: Any) -> 
     runs = []
     steps = {"gradient_accumulation_steps": 2, "max_steps": 3}
     # Made one after the other: each begins with the random state that its constructor sets.
-    for name, more in (("trl", {"alpha": False}), ("alpha", {"keep_ratio": 1.0, **own})):
+    every = {} if "policy" in own else {"keep_ratio": 1.0}  # weights of 1 are a policy's own rule
+    for name, more in (("trl", {"alpha": False}), ("alpha", {**every, **own})):
         arguments = {key: value() if callable(value) else value for key, value in shared.items()}
         runs.append(make(folder / name, **steps, **arguments, **more))
         runs[-1].train()
