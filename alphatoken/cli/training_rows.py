@@ -344,9 +344,9 @@ class RowReader:
             return f"the prompt is longer than {limit} tokens"
         tokens = pair_tokens(record, self.tokenizer)
         prompt, *sides = map(len, tokens.values())
-        left = map(len, pair_left(tokens, args))
-        self.cut[id(pair)] = sum(prompt + n - own for n, own in zip(sides, left, strict=True))
-        return cut_problem(tokens, args)
+        left = pair_left(tokens, args)
+        self.cut[id(pair)] = sum(prompt + n - len(own) for n, own in zip(sides, left, strict=True))
+        return cut_problem(tokens, left, args)
 
 
 def is_weighted(item: Item) -> bool:

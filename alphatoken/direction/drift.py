@@ -200,7 +200,8 @@ class FisherDrift:
         """
         adapter = model if isinstance(model, DecoderAdapter) else find_adapter(model)
         self.check_identity(adapter.identity())
-        check_base(self.metadata.get("base") or {}, base_projections(adapter.model))
+        if base := self.metadata.get("base"):
+            check_base(base, base_projections(adapter.model))
         weights = dict(adapter.model.named_parameters(remove_duplicate=False))
         unknown = [name for name in names if name not in weights]
         if unknown:

@@ -218,17 +218,21 @@ class DirectionInputs:
             adapts = self.config.adapts
             rows = _with_progress("validation", self.validation)
             gradient = self._gradient("validation", rows) if adapts else {}
-        sharding = self.scored.sharding
-        built = Direction(
-            gradient,
-            self._stability(),
-            self.config.stability_weight,
-            parts,
-            shares,
-            norms if sharding is None else sharding.norms,
-        )
+        built = self.of_sides(gradient, self._stability(), parts, shares)
         # One P for all of it, since it scales M as a whole.
         return _preconditioned(built, self._scaling())
+
+    def of_sides(
+        self,
+        adaptation: dict[str, Tensor],
+        stability: dict[str, Tensor] | None,
+        parts: tuple[dict[str, Tensor], ...] = (),
+        shares: tuple[float, ...] = (),
+    ) -> Direction:
+        """The direction that has these sides, under this configuration."""
+        weight, sharding = self.config.stability_weight, self.scored.sharding
+        norms_of = norms if sharding is None else sharding.norms
+        return Direction(adaptation, stability, weight, parts, shares, norms_of)
 
     def gradient_of_step(self, number: int) -> dict[str, Tensor]:
         """The gradient of one validation batch, which each step of a walk takes in turn."""

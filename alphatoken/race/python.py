@@ -87,7 +87,8 @@ def race(
     _check_arguments(model, arguments)
     raise_first(refused_races(args))
     arms = read_arms(config.arms)
-    configurations = {arm.name: replace(args, **_options_of(args, arm)) for arm in arms}
+    options = {arm.name: _options_of(args, arm) for arm in arms}
+    configurations = {name: replace(args, **own) for name, own in options.items()}
     train_dataset = as_dataset(train_dataset, "training")
     if validation_dataset is not None:
         validation_dataset = as_dataset(validation_dataset, "validation")
@@ -119,7 +120,7 @@ def race(
     warn_of_leaks(plain_rows(train_dataset), others, text_field=text_field)
     folder = Path(str(args.output_dir))
     run = Race(
-        partial(_make, kind, model, args, train, datasets, arguments),
+        partial(_make, kind, model, args, options, train, datasets, arguments),
         config,
         rows,
         folder,
@@ -128,7 +129,7 @@ def race(
         shown=lambda result: write_race_page(folder / PAGE, result),
     )
     for arm in arms:
-        for name in _options_of(args, arm).keys() - arm.options.keys():
+        for name in options[arm.name].keys() - arm.options.keys():
             run.say(f"{arm.name}: {name} of the run gives way to this arm, which does not read it")
     result = run.run(resume=resume)
     run.say(verdict(result))
@@ -189,6 +190,7 @@ def _make(
     kind: type[Any],
     model: str | Callable[[], Any],
     args: Any,
+    options: dict[str, dict[str, Any]],
     train: dict[str, Any],
     datasets: dict[str, Any],
     arguments: dict[str, Any],
@@ -196,7 +198,7 @@ def _make(
     folder: Path,
 ) -> Any:
     """A new trainer of one arm."""
-    own = {**_options_of(args, arm), **options_in(folder, args)}
+    own = {**options[arm.name], **options_in(folder, args)}
     # What has state, or moves in training: nothing of one arm enters another.
     apart = {"peft_config", "callbacks"} & arguments.keys()
     apart |= {"ref_model"} & arguments.keys() if getattr(args, "sync_ref_model", False) else set()

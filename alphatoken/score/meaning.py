@@ -48,12 +48,14 @@ def meaning_of(settings: Mapping[str, object], trusted: str) -> Meaning:
     """
     if settings.get("estimator") == WALK:
         return _of_walk(settings, trusted)
-    objective = f"the mean loss of {trusted}"
+    objective, of_loss = f"the mean loss of {trusted}", False
     if settings.get("objective") == "stability" or not trusted:
         objective = "the penalty on drift from what the model was"
     elif settings.get("fisher_file", "none") != "none":
         weight = number(_float(settings["stability_weight"]))
         objective += f" plus {weight} times the penalty on drift"
+    else:
+        of_loss = True
     lead = (
         f"Blue: a step of rate {RATE:g} on this token alone lowers {objective}, by {RATE:g} times "
         "the value, to first order. Orange: it raises it"
@@ -67,8 +69,8 @@ def meaning_of(settings: Mapping[str, object], trusted: str) -> Meaning:
     elif settings.get("parameters", "all") != "all":
         lead += f". Only the {settings['parameters']} of the scored layers move"
     # One step moves the loss by the value times its rate only where that is what the value is.
-    exact = settings.get("estimator") not in CAPTURED and objective.startswith("the mean loss")
-    return Meaning(f"{lead}.", _PER_STEP, RATE if exact and "drift" not in objective else None)
+    exact = of_loss and settings.get("estimator") not in CAPTURED
+    return Meaning(f"{lead}.", _PER_STEP, RATE if exact else None)
 
 
 def _of_walk(settings: Mapping[str, object], trusted: str) -> Meaning:

@@ -153,7 +153,7 @@ class RunCheckpoints(TrainerCallback):
         trainer = self._trainer
         tensors, metadata = read_tensors(self._own_file(folder))
         self._refuse_lost_tensors(json.loads(metadata["callbacks"]))
-        self._refuse_other_weights(json.loads(metadata["weights"])["digest"])
+        self._refuse_other_weights(json.loads(metadata["weights"]))
         loss = tensors.pop("loss").to(trainer._tr_loss.device)
         since_log = json.loads(metadata["since_log"])
         trainer._tr_loss += loss
@@ -290,8 +290,12 @@ class RunCheckpoints(TrainerCallback):
         digests = self._callback_tensors()
         self._warn_of_tensors(digests)
         callbacks = {name: digest for name, digest in digests.items() if digest is not None}
-        parts = {"alpha": values, "since_log": since_log, "callbacks": callbacks}
-        parts["weights"] = {"digest": self._weights()}
+        parts = {
+            "alpha": values,
+            "since_log": since_log,
+            "callbacks": callbacks,
+            "weights": self._weights(),
+        }
         metadata = {name: json.dumps(part) for name, part in parts.items()}
         write_tensors(self._own_file(folder), {**own, "loss": trainer._tr_loss}, metadata)
 

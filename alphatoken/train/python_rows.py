@@ -144,9 +144,10 @@ def read_pairs(rows: Any, name: str, arguments: Mapping[str, Any]) -> Any:
     tokenizer = rows_tokenizer(args, tokenizer_of(arguments)) if limited else None
 
     def problem(row: Mapping[str, Any]) -> str | None:
-        if (found := pair_problem(row)) or tokenizer is None:
-            return found
-        return cut_problem(pair_tokens(row, tokenizer), args)
+        if (reason := pair_problem(row)) or tokenizer is None:
+            return reason
+        tokens = pair_tokens(row, tokenizer)
+        return cut_problem(tokens, pair_left(tokens, args), args)
 
     return _texts(dataset, name, read, other, arguments, problem)
 
@@ -717,9 +718,17 @@ def pair_left(pair: Mapping[str, Any], args: Any) -> list[list[tuple[int, bool]]
     ]
 
 
-def cut_problem(pair: Mapping[str, Any], args: Any) -> str | None:
-    """Reason for which DPO cannot train on a pair as it is cut; the arguments of `pair_left`."""
-    chosen, rejected = pair_left(pair, args)
+def cut_problem(
+    pair: Mapping[str, Any], left: Sequence[Sequence[tuple[int, bool]]], args: Any
+) -> str | None:
+    """Reason for which DPO cannot train on a pair as it is cut.
+
+    Args:
+        pair: before it is cut.
+        left: of both sides, by :func:`pair_left`.
+        args: configuration of the trainer.
+    """
+    chosen, rejected = left
     # A prompt that leaves no room for a response is another matter, and TRL drops it.
     has_response = any(own for _, own in chosen)
     if not has_response or chosen != rejected:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from alphatoken.config import WALK
-from alphatoken.direction.algebra import Direction, norms
+from alphatoken.direction.algebra import Direction
 from alphatoken.direction.objective import (
     mean_gradient,
     objective_value,
@@ -88,8 +88,8 @@ class Valuation:
         self._shown: bool | None = not options.disable_tqdm
         # Norm of the last step's gradient before it was cut; None where it is not kept.
         self._norm: Any = None
-        self._loaded: tuple[int, dict[str, Tensor]] | None = None
-        self._of_batches: Mapping[str, Any] = {}
+        # Of a checkpoint, until there is a scorer.
+        self._loaded: tuple[dict[str, Tensor], Mapping[str, Any]] | None = None
 
     # --- the direction ----------------------------------------------------------------------------
 
@@ -99,12 +99,20 @@ class Valuation:
         if self._scorer is None:
             self._scorer = self._build()
             if self._loaded is not None:
-                (self._built, tensors), self._loaded = self._loaded, None
-                self._scorer.pin(("step", self._built))
-                self._scorer.estimator.cache.keep(_valued_along(tensors, self._scorer))
-            if self._of_batches:
-                self._scorer.estimator.load_batch_state(self._of_batches)
+                (tensors, values), self._loaded = self._loaded, None
+                self._take_up(self._scorer, tensors, values)
         return self._scorer
+
+    def _take_up(
+        self, scorer: Scorer, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
+    ) -> None:
+        """Go on where a checkpoint's scorer was."""
+        self._built = values["along"]
+        if self._built is not None:
+            scorer.pin(("step", self._built))
+            scorer.estimator.cache.keep(_valued_along(tensors, scorer))
+        if values["batches"]:
+            scorer.estimator.load_batch_state(values["batches"])
 
     def _build(self) -> Scorer:
         run, options, rows = self._trainer_loss, self._options, self._rows
@@ -386,8 +394,7 @@ class Valuation:
         """Restore what ``state`` returned."""
         # The direction of a scorer that an earlier call of ``train`` built is of another step.
         self._scorer = self._step = self._built = None
-        self._norm, self._of_batches = values["norm"], values["batches"]
-        self._loaded = None if values["along"] is None else (values["along"], dict(tensors))
+        self._norm, self._loaded = values["norm"], (dict(tensors), values)
 
 
 def _tensors_of(kept: Direction | Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -400,19 +407,14 @@ def _tensors_of(kept: Direction | Mapping[str, Tensor] | None) -> dict[str, Tens
 
 def _valued_along(tensors: Mapping[str, Tensor], scorer: Scorer) -> Any:
     """What ``_tensors_of`` took apart."""
-    parameters, sharding = scorer.scored.parameters, scorer.scored.sharding
+    parameters, inputs = scorer.scored.parameters, scorer.estimator.inputs
     if scorer.config.estimator == WALK:
         return {n: t.to(parameters[n.removeprefix(BEHIND)].device) for n, t in tensors.items()}
     sides: dict[str, dict[str, Tensor]] = {"adaptation": {}, "stability": {}}
     for key, tensor in tensors.items():
         side, _, name = key.partition("/")
         sides[side][name] = tensor.to(parameters[name].device)
-    return Direction(
-        sides["adaptation"],
-        sides["stability"] if scorer.estimator.inputs.retains else None,
-        scorer.config.stability_weight,
-        norms_of=norms if sharding is None else sharding.norms,
-    )
+    return inputs.of_sides(sides["adaptation"], sides["stability"] if inputs.retains else None)
 
 
 def _with_one_label(labels: Tensor, inputs: Mapping[str, Any]) -> Tensor:

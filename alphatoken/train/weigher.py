@@ -174,7 +174,8 @@ class Weigher:
             kept, count = ranks.sum_gradients({"kept": totals}, 0.0)[0]["kept"]
         elif run.args.average_tokens_across_devices and ranks.world > 1:
             kept = run.accelerator.gather(kept.float().reshape(1).to(run.args.device)).sum()
-        self._refuse_divisor(kept, ~(kept > 0))
+        if self.policy.signed:
+            self._refuse_divisor(kept, ~(kept > 0))
         return float(kept) / max(float(count), 1.0) or None
 
     def _refuse_divisor(self, kept: Tensor, bad: Tensor) -> None:
@@ -189,8 +190,7 @@ class Weigher:
                 remedy="kept_normalization='response', or larger batches",
             )
 
-        if self.policy.signed:
-            refuse(bad, raise_error)
+        refuse(bad, raise_error)
 
     @property
     def _divisor(self) -> str:
@@ -245,8 +245,9 @@ class Weigher:
             loss, trained = own_loss.detach(), torch.ones_like(leaf)
         else:
             trained = self._with_unvalued(batch, weights)
-            if self._divisor == "kept" and plan.kept_share is None:
-                self._refuse_divisor(trained.sum(), (trained.sum() <= 0) & trained.any())
+            if policy.signed and self._divisor == "kept" and plan.kept_share is None:
+                kept = trained.sum()
+                self._refuse_divisor(kept, (kept <= 0) & trained.any())
             factor = divisor_factor(trained, batch, self._divisor, plan.kept_share)
             coefficients = run.final_coefficients(proxy, coefficients, trained, inputs)
         self._records.micro_batch(batch, values, weights, factor)
@@ -270,8 +271,7 @@ class Weigher:
             loss_mask=mask,
             rank_groups=run.rank_groups(len(mask)),
             unit_of=run.unit,
-            plan=MicroBatchPlan(0, columns={}),  # a static pass has looked at training rows only
-            row_weights=mask.float(),
+            plan=MicroBatchPlan(0),
         )
         own, reference = run.reference_log_probs(inputs, self.policy)
         proxy = LogProbProxy(model)

@@ -225,8 +225,8 @@ def rows_of_page(figures: Mapping[str, Any]) -> str:
         line = lines.setdefault((race["draw"], race["seed"], race["task"]), {})
         line[race["grid"]] = _of_walk(race)
     rows = [
-        (_rows_of(*asked), *(line.get(grid, number(None)) for grid in SETTINGS))
-        for asked, line in lines.items()
+        (_rows_of(*key), *(line.get(grid, number(None)) for grid in SETTINGS))
+        for key, line in lines.items()
     ]
     return table(("rows", *(setting.about for setting in SETTINGS.values())), rows)
 

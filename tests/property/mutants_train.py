@@ -535,5 +535,7 @@ OWN_WEIGHTS = (
          "laid[len(rows):] = 1\n    batch[ROW_WEIGHTS_KEY] = laid")),
     row("negative-sum-divides", SUMS,
         "a step whose weights sum to 0 or less divides by them",
-        ("train.weigher.Weigher._refuse_divisor", "if self.policy.signed:", "if False:")),
+        ("train.weigher.Weigher._kept_share", "if self.policy.signed:", "if False:"),
+        ("train.weigher.Weigher.loss",
+         "policy.signed and self._divisor", "False and self._divisor")),
 )  # fmt: skip

@@ -148,7 +148,7 @@ def test_a_pair_is_compared_as_it_is_cut(
     pytest.importorskip("trl")
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-    from alphatoken.train.python_rows import cut_problem
+    from alphatoken.train.python_rows import cut_problem, pair_left
 
     args = SimpleNamespace(
         max_length=both,
@@ -165,4 +165,4 @@ def test_a_pair_is_compared_as_it_is_cut(
     batch = DataCollatorForPreference(0, max_length=both, truncation_mode=f"keep_{end}")([cut])
     ids, mask = batch["input_ids"], batch["completion_mask"]
     equal = bool((ids[0] == ids[1]).all() and (mask[0] == mask[1]).all() and mask.any())
-    assert (cut_problem(pair, args) is not None) == equal
+    assert (cut_problem(pair, pair_left(pair, args), args) is not None) == equal

@@ -162,10 +162,10 @@ def _own_adapters(model: Any, settings: LoraWarmup) -> Iterator[Any]:
     if not parameters:
         raise ConfigError("the PEFT model has no trainable adapter", got="0 parameters")
     for name in ("rank", "alpha", "dropout", "target_modules"):
-        if (given := getattr(settings, name)) != getattr(LoraWarmup, name):
+        if (setting := getattr(settings, name)) != getattr(LoraWarmup, name):
             raise ConfigError(
                 "the model has adapters of its own, which the warm-up trains as they are",
-                got=f"{name}={given!r}",
+                got=f"{name}={setting!r}",
                 why="that is a setting of new ones, and nothing would read it",
                 remedy=f"leave {name} out, or hand over the model without adapters",
             )

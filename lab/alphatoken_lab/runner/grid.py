@@ -304,7 +304,8 @@ def _training_options(
     options["keep_ratio"] = method.options.get("keep_ratio", grid.keep_ratio)
     if len(method.modes) > 1:
         options["policy_mode"] = mode
-    # What the task's recipe says of its own policy and estimator gives way to a method's.
+    # What the task's recipe says of its own policy and estimator gives way to a method's, and so
+    # does the grid's share to one that does not read it.
     neutral = unread_options(options, _FAMILY[task.command]) | unread_by_estimator(options)
     said = {*task.options, "keep_ratio"}
     options |= {k: v for k, v in neutral.items() if k in said and k not in own}
