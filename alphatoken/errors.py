@@ -8,6 +8,7 @@ derives from that too.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ __all__ = [
     "NumericalError",
     "UnsupportedError",
     "collected_warnings",
+    "counted",
     "first_few",
     "quoted",
     "refuse_unknown",
@@ -133,6 +135,16 @@ def short(text: str, length: int = 80) -> str:
 def quoted(error: BaseException) -> str:
     """Class and message of another library's error, on one line."""
     return short(f"{type(error).__name__}: {error}", 300)
+
+
+def counted(count: int, what: str) -> str:
+    """A count and its noun.
+
+    >>> counted(1, "rows left out"), counted(2, "rows left out"), counted(1, "of 3 rows left out")
+    ('1 row left out', '2 rows left out', '1 of 3 rows left out')
+    """
+    one = count == 1 and not what.startswith("of ")
+    return f"{count} {re.sub('s(?= |$)', '', what, count=1) if one else what}"
 
 
 def first_few(names: Sequence[str], count: int) -> str:

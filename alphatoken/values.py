@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from alphatoken.errors import ConfigError, InputError
+from alphatoken.errors import ConfigError, InputError, counted
 from alphatoken.support.coloured import ColouredRows, ShownToken
 from alphatoken.support.token_texts import token_texts
 
@@ -89,12 +89,13 @@ class TokenValues:
         >>> none |= dict.fromkeys(("stability", "stability_direct", "stability_causal"))
         >>> TokenValues(total, mask, total, **none, unassigned=total[:, 0], estimator="label",
         ...             stability_weight=1.5)
-        TokenValues(2 tokens in 1 rows, 'label': -1 to 3, mean 1, 50% below zero; adaptation 100%)
+        TokenValues(2 tokens in 1 row, 'label': -1 to 3, mean 1, 50% below zero; adaptation 100%)
         >>> replace(_, derivative="central", error=4.2e-4)
-        TokenValues(2 tokens in 1 rows, 'label' by central differences, error 4e-04: -1 to 3, ...)
+        TokenValues(2 tokens in 1 row, 'label' by central differences, error 4e-04: -1 to 3, ...)
         """
         chosen = self.total[self.mask]
-        size = f"{len(chosen)} tokens in {len(self.total)} rows, {self.estimator!r}"
+        tokens, rows = counted(len(chosen), "tokens"), counted(len(self.total), "rows")
+        size = f"{tokens} in {rows}, {self.estimator!r}"
         if self.derivative is not None:
             size += f" by {derivative_text(self.derivative, self.error)}"
         if not len(chosen):

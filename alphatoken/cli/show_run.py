@@ -20,7 +20,7 @@ from alphatoken.data import Example, Pair
 from alphatoken.data.pairs import CHOSEN, REJECTED
 from alphatoken.data.source import find_source
 from alphatoken.data.weights import PAIR_WEIGHTS
-from alphatoken.errors import ConfigError, InputError, first_few
+from alphatoken.errors import ConfigError, InputError, counted, first_few
 from alphatoken.model.batch import IGNORE
 from alphatoken.support.terminal import has_colour
 
@@ -198,7 +198,7 @@ def _report(tokens: Sequence[TrainedTokens], reader: Any, request: ShowRequest) 
         yield f"row {own.index + 1} ({', '.join(filter(None, (own.place, own.side)))})"
         text = marked_text(reader.tokenizer, own.ids, own.weights, colour=colour)
         yield text.removesuffix("\n")
-        cut = f"; {own.cut} tokens cut by {length}" if own.cut else ""
+        cut = f"; {counted(own.cut, 'tokens')} cut by {length}" if own.cut else ""
         yield f"trained {_counts([own])}{cut}\n"
     yield from _summary(tokens, reader, length)
     yield from _next(tokens, reader, request)
@@ -229,22 +229,24 @@ def _counts(tokens: Sequence[TrainedTokens]) -> str:
 
 def _summary(tokens: Sequence[TrainedTokens], reader: Any, length: str) -> Iterator[str]:
     rows, items = len({own.index for own in tokens}), "pairs" if reader.pairs else "rows"
-    yield f"all {rows} {items}: trained {_counts(tokens)}"
+    yield f"all {counted(rows, items)}: trained {_counts(tokens)}"
     weighted = {own.index for own in tokens if own.weighted}
     if weighted:
         # Also of tokens whose weight is 0.
         weights = [w for own in tokens if own.weighted for w in own.weights if w is not None]
         least, most = min(weights, default=0.0), max(weights, default=0.0)
         without = rows - len(weighted)
-        others = f"; {without} bring none, which counts as 1" if without else ""
-        yield f"weights of {len(weighted)} {items}: {least:g} to {most:g}{others}"
+        others = (
+            f"; {without} bring{'s' * (without == 1)} none, which counts as 1" if without else ""
+        )
+        yield f"weights of {counted(len(weighted), items)}: {least:g} to {most:g}{others}"
     else:
         yield "weights: no row brings one; every trained token counts as 1"
     untrained = {own.index for own in tokens} - {own.index for own in tokens if own.trained}
-    yield f"without a trained token: {len(untrained)} {items}"
+    yield f"without a trained token: {counted(len(untrained), items)}"
     cut = [own for own in tokens if own.cut]
-    lost = f" by {length}, {sum(own.cut for own in cut)} tokens" if cut else ""
-    yield f"cut: {len({own.index for own in cut})} {items}{lost}"
+    lost = f" by {length}, {counted(sum(own.cut for own in cut), 'tokens')}" if cut else ""
+    yield f"cut: {counted(len({own.index for own in cut}), items)}{lost}"
     yield from reader.surveys["training"].left_out(f"{items} left out")
 
 

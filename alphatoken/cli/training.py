@@ -26,7 +26,7 @@ from alphatoken.cli.training_options import (
     missing_files,
 )
 from alphatoken.cli.value_options import say_preset
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError, DataError, counted
 from alphatoken.presets import values_in_words
 from alphatoken.score.options import ScoreOptions
 from alphatoken.support.progress import is_first_process
@@ -314,7 +314,7 @@ def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = Fa
     except KeyboardInterrupt:
         saved = any(Path(args.output_dir).glob("checkpoint-*"))
         raise KeyboardInterrupt(
-            f"{trainer.state.global_step} steps done; the same command with --resume "
+            f"{counted(trainer.state.global_step, 'steps')} done; the same command with --resume "
             + (
                 f"continues after the last checkpoint in {args.output_dir}"
                 if saved
@@ -328,7 +328,7 @@ def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = Fa
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=arguments.data.dataset_name)
     if first:
-        print(f"{trainer.state.global_step} steps trained; model: {args.output_dir}")
+        print(f"{counted(trainer.state.global_step, 'steps')} trained; model: {args.output_dir}")
         print(_about_page(args), _next_command(arguments, trainer.model), sep="\n", flush=True)
     trainer.accelerator.end_training()  # ends the process group too
 

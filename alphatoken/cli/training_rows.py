@@ -32,7 +32,7 @@ from alphatoken.data.pairs import is_longer, pair_problem, preference_record, we
 from alphatoken.data.rows import KEEP_MARKS, UNLEARNED, Row, Turn
 from alphatoken.data.source import SourceRow, find_source, usable_rows
 from alphatoken.data.split import about_pools
-from alphatoken.data.texts import LEFT_OUT
+from alphatoken.data.texts import LEFT_OUT, TOKENS_DIGEST
 from alphatoken.data.trl_rows import check_tokens
 from alphatoken.data.weights import (
     LOSS_WEIGHTS,
@@ -41,7 +41,7 @@ from alphatoken.data.weights import (
     no_weights,
     turn_weights,
 )
-from alphatoken.errors import ConfigError, DataError, InputError, short
+from alphatoken.errors import ConfigError, DataError, InputError, counted, short
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.loading import rows_tokenizer
 from alphatoken.train.policies import chosen_policy
@@ -370,8 +370,9 @@ def _token_example(
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
         raise DataError("'input_ids' is no list of tokens", got=f"{place}: {short(repr(ids), 40)}")
     read = {"input_ids", "labels", LOSS_WEIGHTS, *ROW_WEIGHTS} & there.keys()
-    unread = sorted(there.keys() - {*read, "attention_mask"})
-    check_tokens(there, index, name="training", read=read, unread=unread, survey=survey)
+    unread = sorted(there.keys() - {*read, "attention_mask", TOKENS_DIGEST})
+    own = {"read": read, "unread": unread, "tokenizer": tokenizer, "survey": survey}
+    check_tokens(there, index, name="training", **own)
     listed = listed_weights(there, LOSS_WEIGHTS, len(ids), place, weights)
     labels = there.get("labels", ids)
     # What comes before the first label is the prompt, by which rows are held apart.
@@ -519,8 +520,8 @@ def _about_lengths(
     for pool, items in pools.items():
         if pool != "fisher" and (lost := [own for i in items if (own := of_pairs.get(id(i)))]):
             notes.append(
-                f"{len(lost)} of {len(items)} {_CALLED.get(pool, f'{pool} rows')} are longer than "
-                f"{said_limits(args)}: {sum(lost)} tokens are cut."
+                f"{len(lost)} of {len(items)} {_CALLED.get(pool, f'{pool} rows')} longer than "
+                f"{said_limits(args)}: {counted(sum(lost), 'tokens')} cut."
             )
         lengths = [len(item.input_ids) for item in items if isinstance(item, Example)]
         long = [length for length in lengths if args.max_length and length > args.max_length]
@@ -529,12 +530,13 @@ def _about_lengths(
         packed = _is_packed(args, pool)
         kept = kept_tokens(args, packed=packed)
         cut = sum(length - len(range(length)[kept]) for length in long)
-        fate = f"{cut} tokens cut off their {'starts' if (kept.start or 0) < 0 else 'ends'}"
+        end = "start" if (kept.start or 0) < 0 else "end"
+        fate = f"{counted(cut, 'tokens')} cut off at the {end}"
         if not cut:
             fate = f"packing_strategy {args.packing_strategy} takes them in parts"
         if cut or packed:
             notes.append(
-                f"{len(long)} of {len(items)} {_CALLED.get(pool, f'{pool} rows')} are longer "
+                f"{len(long)} of {len(items)} {_CALLED.get(pool, f'{pool} rows')} longer "
                 f"than {args.max_length} tokens: {fate}."
             )
     return notes

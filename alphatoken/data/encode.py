@@ -39,7 +39,7 @@ from alphatoken.data.texts import (
     text_pieces,
     whole_text,
 )
-from alphatoken.errors import DataError, short
+from alphatoken.errors import DataError, counted, short
 from alphatoken.model.batch import IGNORE
 from alphatoken.support.options import check_options, option, with_options_in_docstring
 
@@ -225,8 +225,8 @@ def about_encoding(name: str, report: EncodeReport) -> list[str]:
     notes, survey = [], Survey(rows)
     if report.truncated_rows:
         notes.append(
-            f"{report.truncated_rows} {rows} are longer than --max_length allows; "
-            f"{report.truncated_tokens} tokens were cut off their ends."
+            f"{counted(report.truncated_rows, rows)} longer than --max_length allows: "
+            f"{counted(report.truncated_tokens, 'tokens')} cut off at the end."
         )
     survey.leave_out(NO_RESPONSE, count=report.skipped_cut)
     survey.leave_out("they have no token to learn", count=report.skipped_empty - report.skipped_cut)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from alphatoken.errors import DataError, first_few
+from alphatoken.errors import DataError, counted, first_few
 
 _log = logging.getLogger("alphatoken.data")
 # Forms of row that are named one by one.
@@ -135,7 +135,7 @@ class Survey:
     >>> survey.add_columns(columns)
     >>> survey.leave_out("broken JSON line", "line 2")
     >>> print(survey)
-    train.jsonl: prompt = question, response = answer; not read: id; 1 rows left out: broken JSON \
+    train.jsonl: prompt = question, response = answer; not read: id; 1 row left out: broken JSON \
 line (line 2)
 
     Args:
@@ -204,13 +204,13 @@ line (line 2)
         for reason, count in counts.items():
             places = self._places[reason]
             named = ", ".join([*places, *["..."] * (count > len(places))])
-            yield f"{count} {what}: {reason}" + (f" ({named})" if places else "")
+            yield f"{counted(count, what)}: {reason}" + (f" ({named})" if places else "")
 
     def __str__(self) -> str:
         """One line about the source."""
         several = len(self.forms) > 1
         parts = [
-            f"{form} ({count} rows)" if several else form
+            f"{form} ({counted(count, 'rows')})" if several else form
             for form, count in self.forms.most_common(_FORMS)
         ]
         if len(self.forms) > _FORMS:

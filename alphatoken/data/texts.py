@@ -19,6 +19,7 @@ from alphatoken.data.messages import THOUGHTS, common_length
 from alphatoken.data.rows import Row, Turn
 from alphatoken.errors import DataError
 from alphatoken.model.batch import IGNORE
+from alphatoken.support.resume import content_digest
 from alphatoken.support.token_texts import decoded
 
 PLAIN_FORMAT = (
@@ -119,6 +120,20 @@ def added_start(tokenizer: Any) -> str:
 def bare_ids(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text, and nothing around it."""
     return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+
+TOKENS_DIGEST = "tokens_digest"
+"""Column of a tokenised row: :func:`tokens_digest` by the tokenizer that made the row."""
+
+
+def tokens_digest(ids: Sequence[int], tokenizer: Any) -> str:
+    """Digest of the texts of a row's tokens.
+
+    Two tokenizers have it in common if the row's ids are the same tokens to both, also where one
+    of them has more tokens than the other.
+    """
+    texts = tokenizer.convert_ids_to_tokens(list(ids))
+    return content_digest(texts)[:16]
 
 
 # --- with the chat template -----------------------------------------------------------------------

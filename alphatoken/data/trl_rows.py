@@ -43,7 +43,13 @@ from alphatoken.data.messages import (
 from alphatoken.data.pairs import WHOLE, pair_of
 from alphatoken.data.rows import Fields, Row, Turn
 from alphatoken.data.survey import Columns, Survey
-from alphatoken.data.texts import LEFT_OUT, added_start, messages_of
+from alphatoken.data.texts import (
+    LEFT_OUT,
+    TOKENS_DIGEST,
+    added_start,
+    messages_of,
+    tokens_digest,
+)
 from alphatoken.errors import DataError, InputError, short
 from alphatoken.model.batch import IGNORE, weighs_tokens
 
@@ -460,12 +466,22 @@ def check_tokens(
     name: str,
     read: Collection[str],
     unread: Sequence[str],
+    tokenizer: Any,
     survey: Survey,
 ) -> dict[str, Any]:
     """Refuse a tokenised row of which something would be lost; nothing of it is to be changed.
 
-    Arguments and errors are those of :func:`alphatoken.data.trl_rows.check_row`.
+    Arguments and errors are those of :func:`alphatoken.data.trl_rows.check_row`; a row that says
+    which tokens its ids are must say those of the tokenizer.
     """
+    digest = row.get(TOKENS_DIGEST)
+    if digest is not None and digest != tokens_digest(row["input_ids"], tokenizer):
+        raise InputError(
+            f"the ids of a {name} row are tokens of another tokenizer",
+            got=f"row {number}: {TOKENS_DIGEST!r} is {digest}",
+            why="this model would be trained on other texts than those that were valued",
+            remedy="the model that the rows were written for, or `alphatoken score` with this one",
+        )
     if lost := _lost_of_tokens(row, read):
         raise InputError(
             f"a {name} row would be learned otherwise than it says",

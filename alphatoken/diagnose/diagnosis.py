@@ -305,8 +305,8 @@ def section_of(
         verdict=diagnosis.conclusion,
         html="".join(
             [
-                _rows_html(diagnosis.lists),
-                _next_html(diagnosis),
+                _rows_html(diagnosis.lists, f"{anchor}-next" if diagnosis.next_command else ""),
+                _next_html(diagnosis, f"{anchor}-next"),
                 page.pictures_html(pictures),
                 *tables,
             ]
@@ -318,22 +318,28 @@ def section_of(
     )
 
 
-def _rows_html(lists: Mapping[str, Mapping[str, Any]]) -> str:
-    """What their colours say, the one scale, and where the page's script draws them."""
+def _rows_html(lists: Mapping[str, Mapping[str, Any]], below: str) -> str:
+    """What their colours say, the one scale, and where the page's script draws them.
+
+    A link leads to the command ``below``, which would push the first row off the first screen.
+    """
     if not lists:
         return ""
     first, *_ = lists.values()
     sides = {one["anchor"]: title for title, one in lists.items()}
+    link = f' <a href="#{below}">What to run next</a>' if below else ""
     return (
-        f'<p class="aside">{escape(first["lead"])}</p>'
+        f'<p class="aside">{escape(first["lead"])}{link}</p>'
         f"{page.parts().scale(page.number(first['full']), first['unit'])}"
         f"{page.parts().ends_of(sides)}"
     )
 
 
-def _next_html(diagnosis: Diagnosis) -> str:
+def _next_html(diagnosis: Diagnosis, anchor: str) -> str:
     command = escape(diagnosis.next_command)
-    return f'<p>Next:</p><code class="command">{command}</code>' if command else ""
+    if not command:
+        return ""
+    return f'<p id="{anchor}">Next:</p><code class="command">{command}</code>'
 
 
 def _table_html(table: Table, question: str) -> str:

@@ -25,7 +25,8 @@ from alphatoken.data import EncodeReport, Row, collate, token_texts
 from alphatoken.data.encode import about_encoding
 from alphatoken.data.source import RowSource
 from alphatoken.data.split import about_pools
-from alphatoken.errors import DataError, ModelError, short
+from alphatoken.data.texts import TOKENS_DIGEST, tokens_digest
+from alphatoken.errors import DataError, ModelError, counted, short
 from alphatoken.model.batch import IGNORE
 from alphatoken.score.job import CorpusSurvey, Job, on_device
 from alphatoken.score.meaning import meaning_of
@@ -261,10 +262,10 @@ def best_rows(
 def _write_rows(job: Job) -> dict[str, int] | None:
     """Write the rows that are kept as JSONL; the counts of rows and tokens, None without --rows.
 
-    By "tokens" a row has ``input_ids``, ``attention_mask``, ``labels``, ``loss_weights`` and
-    ``row``: labels are -100 and weights 0 at prompts and at dropped response tokens, and rows
-    without a kept token are left out. By "mean" or "sum" each row of :func:`best_rows` is written
-    as it stands in the source.
+    By "tokens" a row has ``input_ids``, ``attention_mask``, ``labels``, ``loss_weights``, ``row``
+    and ``tokens_digest``: labels are -100 and weights 0 at prompts and at dropped response tokens,
+    and rows without a kept token are left out. By "mean" or "sum" each row of :func:`best_rows` is
+    written as it stands in the source.
     """
     options, unit = job.options, job.options.rows
     if unit is None:
@@ -272,7 +273,7 @@ def _write_rows(job: Job) -> dict[str, int] | None:
     values, path = options.folder / "values", options.folder / "rows.jsonl"
     columns = read_row_values(values)
     if unit == "tokens":
-        records = _weighted(values)
+        records = _weighted(values, job.corpus.tokenizer)
     else:
         kept = best_rows(columns[_column(unit)], columns["response_tokens"], options.ratio)
         records = _whole(job.corpus.source, columns, kept)
@@ -290,8 +291,8 @@ def _write_rows(job: Job) -> dict[str, int] | None:
     }
     if not options.quiet:
         print(
-            f"{rows} rows with {kept_tokens} of {counts['response_tokens']} response tokens; "
-            f"{counts['rows_left_out']} rows left out: {path}",
+            f"{counted(rows, 'rows')} with {kept_tokens} of {counts['response_tokens']} response "
+            f"tokens; {counted(counts['rows_left_out'], 'rows')} left out: {path}",
             file=sys.stderr,
         )
     return counts
@@ -306,7 +307,7 @@ def _ranked(values: NDArray[np.float64]) -> NDArray[np.int64]:
     return np.argsort(-values, kind="stable")
 
 
-def _weighted(values: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+def _weighted(values: Path, tokenizer: Any) -> Iterator[tuple[Mapping[str, Any], int]]:
     for example in read_values(values):
         weights = np.where(example.response, example.kept, 0).astype(float)
         if weights.any():
@@ -316,6 +317,7 @@ def _weighted(values: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
                 "labels": np.where(weights != 0, example.labels, IGNORE).tolist(),
                 "loss_weights": weights.tolist(),
                 "row": example.row,
+                TOKENS_DIGEST: tokens_digest(example.ids, tokenizer),
             }
             yield record, int(weights.sum())
 

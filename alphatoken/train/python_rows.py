@@ -34,6 +34,7 @@ from alphatoken.data.messages import (
     common_length,
 )
 from alphatoken.data.pairs import pair_problem
+from alphatoken.data.texts import TOKENS_DIGEST
 from alphatoken.data.trl_rows import (
     check_row,
     check_tokens,
@@ -178,8 +179,9 @@ def require_tokens(
         return _checked_rows(dataset, name, arguments, None, problem)
     columns = columns_of(plain_rows(dataset), name)
     read = {*read, *(columns & WEIGHT_COLUMNS if arguments.get(WEIGHTS) else ())}
-    unread = sorted(columns - {*read, "attention_mask"})
-    check = partial(check_tokens, read=read)
+    unread = sorted(columns - {*read, "attention_mask", TOKENS_DIGEST})
+    tokenizer = tokenizer_of(arguments) if TOKENS_DIGEST in columns else None
+    check = partial(check_tokens, read=read, tokenizer=tokenizer)
     return _checked_rows(dataset, name, arguments, check, problem, unread)
 
 

@@ -61,8 +61,8 @@ def test_each_turn_that_is_left_out_of_a_row_is_counted_and_named_once(
     file = jsonl(tmp_path / "rows.jsonl", [{"messages": row} for row in rows])
     told = (
         "2 turns left out: the answer is empty (rows.jsonl, line 1, turn 2, rows.jsonl, line 1, "
-        "turn 4); 1 turns left out: marked as not to be learned (rows.jsonl, line 1, turn 8); 1 "
-        "turns left out: no answer follows (rows.jsonl, line 1, turn 9); 1 rows left out: the "
+        "turn 4); 1 turn left out: marked as not to be learned (rows.jsonl, line 1, turn 8); 1 "
+        "turn left out: no answer follows (rows.jsonl, line 1, turn 9); 1 row left out: the "
         "response is empty (rows.jsonl, line 3)"
     )
     own = ["--model_name_or_path", str(model), "--train_file", str(file), "--output_dir"]
@@ -156,8 +156,8 @@ def test_bad_rows_are_passed_over_where_that_is_asked(
         assert places == ["4", "12", "13", "14"]
     elif command != "fisher":
         said = capsys.readouterr().err
-        assert "1 rows left out: broken JSON line" in said
-        assert "1 rows left out: the chat template refuses the conversation" in said
+        assert "1 row left out: broken JSON line" in said
+        assert "1 row left out: the chat template refuses the conversation" in said
 
 
 # --- parts ----------------------------------------------------------------------------------------

@@ -238,18 +238,18 @@ def test_rows_that_max_length_cuts_are_counted(tmp_path: Path) -> None:
 
     tokens = len("long 0\n" + "x" * 90 + "\0")
     assert said("--max_length", str(tokens)) == []
-    cut = "longer than 60 tokens: {} tokens cut off their {}."
+    cut = "longer than 60 tokens: {} tokens cut off at the {}."
     expected = [("2 of 12 training", 2), ("1 of 5 validation", 1), ("1 of 3 evaluation", 1)]
 
-    def counted(packed: str | None = None, end: str = "ends") -> list[str]:
+    def counted(packed: str | None = None, end: str = "end") -> list[str]:
         return [
-            f"{rows} rows are {packed if packed and n == 0 else cut.format(k * (tokens - 60), end)}"
+            f"{rows} rows {packed if packed and n == 0 else cut.format(k * (tokens - 60), end)}"
             for n, (rows, k) in enumerate(expected)
         ]
 
     short = ("--max_length", "60")
     assert said(*short) == counted()
-    assert said(*short, "--truncation_mode", "keep_end") == counted(end="starts")
+    assert said(*short, "--truncation_mode", "keep_end") == counted(end="start")
     packed = (*short, "--packing", "true", "--eval_packing", "false", "--packing_strategy")
     assert said(*packed, "bfd") == counted()
     parts = "longer than 60 tokens: packing_strategy bfd_split takes them in parts."
@@ -290,7 +290,7 @@ def test_rows_that_a_race_looks_at_are_kept_out_of_all_others(
     assert prompts(data["retention_dataset"]) == ["ask 61\n", "ask 62\n"]
     for count, name in ((2, "training"), (1, "validation"), (1, "retention")):
         assert f"{count} {name} rows repeat a {one} or its prompt and were removed." in said
-    assert f"1 of 5 {called.format('rows')} are longer than 60 tokens: 36 tokens cut" in said
+    assert f"1 of 5 {called.format('rows')} longer than 60 tokens: 36 tokens cut" in said
     paths["train"] = paths[option]
     with pytest.raises(DataError, match=f"all 5 repeat a {one}"):
         read()
@@ -758,7 +758,7 @@ def test_two_processes_are_launched(library: Path, tmp_path: Path) -> None:
         capture_output=True, text=True, env=environment(tmp_path), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("1 steps trained") == 1  # the first process speaks
+    assert done.stdout.count("1 step trained") == 1  # the first process speaks
     assert done.stderr.count("rows drawn for validation") == 1
     results = tmp_path / "out" / "_alphatoken"
     found = list(read_values(results / "values"))

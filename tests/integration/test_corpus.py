@@ -167,9 +167,9 @@ def test_notes_say_each_number_with_its_noun() -> None:
         first_skipped=["a, line 2: it is empty", "a, line 5: half a tag"],
     )  # fmt: skip
     assert about_encoding("train", report) == [
-        "8 training rows are longer than --max_length allows; 1058 tokens were cut off their ends.",
+        "8 training rows longer than --max_length allows: 1058 tokens cut off at the end.",
         "2 training rows left out: no response within the length.",
-        "1 training rows left out: they have no token to learn.",
+        "1 training row left out: they have no token to learn.",
         "3 training rows left out: they cannot be written as tokens.",
         "The first training rows left out: a, line 2: it is empty; a, line 5: half a tag.",
     ]

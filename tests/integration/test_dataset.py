@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from alphatoken import DataError
+from alphatoken import DataError, InputError
 from alphatoken.data import WeightedCollator
 from alphatoken.oracle.gradients import token_losses
 from alphatoken.score import read_values
@@ -119,6 +120,31 @@ def test_plain_trl_trains_on_the_mask(world: World, scored: Path, tmp_path: Path
         for batch in batches
     ]  # fmt: skip
     assert logged(trainer) == pytest.approx(expected, rel=1e-4)
+
+
+def test_rows_of_another_tokenizer_are_refused(world: World, scored: Path, tmp_path: Path) -> None:
+    """One with more tokens reads the same texts; one that has two of them exchanged does not."""
+    from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
+
+    model, tokenizer, *_ = world.loaded()
+    rows = load(scored)
+
+    def trainer(processing_class: Any) -> Any:
+        args = AlphaSFTConfig(str(tmp_path / "o"), policy="weights", **OPTIONS)
+        return AlphaSFTTrainer(
+            model, args=args, train_dataset=rows, processing_class=processing_class
+        )
+
+    longer = copy.deepcopy(tokenizer)
+    longer.add_tokens(["<more>"])
+    assert len(trainer(longer).train_dataset) == len(rows)
+    words = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["plus"], vocabulary["from"] = vocabulary["from"], vocabulary["plus"]
+    other = copy.deepcopy(tokenizer)
+    other._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(words))
+    with pytest.raises(InputError, match="tokens of another tokenizer.*row 0"):
+        trainer(other)
 
 
 def test_a_loss_over_shifted_log_probabilities_reads_the_weights(

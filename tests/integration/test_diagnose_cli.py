@@ -275,7 +275,7 @@ def test_rows_are_kept_apart_and_counted(
         "heatmap", tmp_path / "out", *world.retention[:2],
         train=tmp_path / "mixed.jsonl", retention_rows=6, tokens=20,
     )  # fmt: skip
-    said = "note: 1 training rows left out: they have no token to learn."
+    said = "note: 1 training row left out: they have no token to learn."
     assert main([word for word in words if word != "--quiet"]) == 0
     assert said in capsys.readouterr().err
     assert main([*words, "--overwrite_output"]) == 0

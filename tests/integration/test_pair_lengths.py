@@ -176,8 +176,7 @@ def test_the_command_line_leaves_pairs_out_that_are_equal_as_cut_and_counts_cut_
     assert "equal within max_length=64, max_response_length=5 (pairs.jsonl, line 2)" in caplog.text
     # 10 tokens of " it is fifteen" with its end, and 7 of " it is five".
     assert notes == [
-        "2 of 2 training rows are longer than max_length=64, max_response_length=5: "
-        "17 tokens are cut."
+        "2 of 2 training rows longer than max_length=64, max_response_length=5: 17 tokens cut."
     ]
 
 

@@ -183,8 +183,8 @@ def test_one_line_says_what_was_read_and_what_not(
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
         ("WARNING", "a.jsonl: prompt = instruction + input, response = output; not read: id, "
          "loss_weights"),
-        ("WARNING", "b.jsonl: prompt = instruction + input, response = output (1 rows); plain text "
-         "= text (1 rows); not read: source"),
+        ("WARNING", "b.jsonl: prompt = instruction + input, response = output (1 row); plain text "
+         "= text (1 row); not read: source"),
         ("WARNING", "c.jsonl: prompt = prompt, response = response; in 1 of 1 rows the prompt ends "
          "with the response"),
         ("WARNING", "d.jsonl: prompt = instruction + input, response = output; not read: tools, "
@@ -199,7 +199,7 @@ def test_the_line_is_of_all_rows_and_counts_forms_beyond_four() -> None:
         answer = "response" if number < 4 else "output"
         record = {prompt: "Who?", answer: "Ada", **({"id": 0} if number == 0 else {"": "0"})}
         row_of(record, number, "here", survey=survey)
-    assert str(survey).startswith("a.jsonl: prompt = prompt, response = response (1 rows); ")
+    assert str(survey).startswith("a.jsonl: prompt = prompt, response = response (1 row); ")
     assert str(survey).endswith("; 1 more forms; not read: id, the unnamed column")
 
 
@@ -256,7 +256,7 @@ def test_a_row_that_speaks_against_itself_is_refused_or_left_out(
         survey = Corpus(find_source(path), Fields(), byte_tokenizer(), how).survey()
     assert (survey.counts["train"], survey.counts["bad_rows"]) == (2, 1)
     for line in caplog.messages:
-        assert re.search(rf"1 rows left out: the {said} \(a\.jsonl, line 2\)", line)
+        assert re.search(rf"1 row left out: the {said} \(a\.jsonl, line 2\)", line)
 
 
 @pytest.mark.parametrize(
@@ -539,7 +539,7 @@ def test_rows_without_a_turn_to_be_learned_are_left_out_as_such(
     with caplog.at_level(logging.WARNING, logger="alphatoken.data"):
         survey(path, how)
         assert len(trained(path, "--on_empty", "skip")) == 1
-    assert [f"1 rows left out: {said} (a.jsonl, line 1)" in m for m in caplog.messages] == [1, 1]
+    assert [f"1 row left out: {said} (a.jsonl, line 1)" in m for m in caplog.messages] == [1, 1]
     stops = (lambda: survey(path, EncodeOptions()), lambda: trained(path, "--on_empty", "error"))
     for refused in stops:
         with pytest.raises(AlphaTokenError, match=f"{said}.*line 1.*--on_empty skip"):

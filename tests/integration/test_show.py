@@ -197,10 +197,10 @@ def test_what_is_printed(folder: Path, capfd: pytest.CaptureFixture[str]) -> Non
         "trained 8 of 20 tokens (40 %), sum of weights 6.5; 4 tokens cut by --max_length 20",
         "",
         "all 2 rows: trained 16 of 40 tokens (40 %), sum of weights 14.5",
-        "weights of 1 rows: 0.5 to 1; 1 bring none, which counts as 1",
+        "weights of 1 row: 0.5 to 1; 1 brings none, which counts as 1",
         "without a trained token: 0 rows",
         "cut: 2 rows by --max_length 20, 8 tokens",
-        "1 rows left out: the response is empty (shown.jsonl, line 2)",
+        "1 row left out: the response is empty (shown.jsonl, line 2)",
         "",
         f"next: alphatoken sft --train_file {file} --max_length 20 --model_name_or_path "
         f"{folder / 'model'} --on_bad_rows skip --policy weights --validation_rows 0",
@@ -250,7 +250,7 @@ def test_a_named_policy_reads_rows_as_its_run_does(
     assert show(folder, file, "--policy", "all") == 0
     out = capfd.readouterr().out
     assert "3.</s>sure?" in out
-    assert "1 rows left out" in out
+    assert "1 row left out" in out
     assert "--policy all" in out
     assert "--policy weights" not in out
 
