@@ -64,6 +64,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {
         "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "qwen3_5_text": _DELTA, "qwen3_next": _DELTA,
     "bamba": _MAMBA, "deepseek_v2": _HEADS, "deepseek_v3": _HEADS,

@@ -38,7 +38,7 @@ run.json, which --resume compares, to the folder given with --output_dir; where 
 than for want of --retention_set or --validation_file.
 
 usage: alphatoken diagnose {name} --model_name_or_path PATH --train_file FILE --output_dir DIR
-           (--validation_file FILE | --validation_rows N) [options]"""
+           {trusted} [options]"""
 
 _ROWS = """\
 rows
@@ -209,6 +209,9 @@ _SHOWN = (
 )
 """Options that ``--help`` shows, beside the diagnostic's own."""
 
+_NOT_OF_WALKS = ("value", "budget", "tokens", "retention_set", "reference")
+"""Those of them that a diagnostic of walk values refuses, or that do not bound or change it."""
+
 
 def read_request(name: str, *words: str) -> tuple[DiagnoseOptions, dict[str, Any]]:
     """The arguments after ``alphatoken diagnose``, checked.
@@ -224,7 +227,8 @@ def read_request(name: str, *words: str) -> tuple[DiagnoseOptions, dict[str, Any
     if HELP_ALL not in words:
         parser.epilog = None
     default = "paper" if name == ALL else find(name).value
-    shorten_help(parser, _SHOWN, words)
+    hidden = _NOT_OF_WALKS if default == "walk" else ()
+    shorten_help(parser, [one for one in _SHOWN if one not in hidden], words)
     arguments = parse_values(parser, words, lambda _: default)
     shared = DiagnoseOptions(**{one.name: arguments[one.name] for one in fields(DiagnoseOptions)})
     own = {
@@ -298,7 +302,11 @@ def build_parser(name: str, options: type | None) -> argparse.ArgumentParser:
 
 
 def _description(name: str) -> str:
-    writes = _WRITES.format(name="NAME" if name == ALL else name)
+    needs = name != ALL and find(name).needs_trusted
+    trusted = (
+        "--validation_file FILE" if needs else "(--validation_file FILE | --validation_rows N)"
+    )
+    writes = _WRITES.format(name="NAME" if name == ALL else name, trusted=trusted)
     if name == ALL:
         return "\n".join([_ALL_QUESTION, "", *_questions(), "", writes])
     entry = find(name)

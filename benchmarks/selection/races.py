@@ -233,7 +233,7 @@ def rows_of_page(figures: Mapping[str, Any]) -> str:
 
 def _rows_of(draw: int, seed: int, task: str) -> str:
     """The kind, with what sets these races apart from the others."""
-    return KINDS[task] + f", seed {seed}" * (seed > 0) + ", held out" * (draw == HELD_OUT)
+    return KINDS[task] + f", seed {seed}" * (seed > 0) + ", other rows" * (draw == HELD_OUT)
 
 
 def _of_walk(race: Mapping[str, Any]) -> str:

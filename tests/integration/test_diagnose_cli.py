@@ -67,6 +67,17 @@ def test_help_of_one_begins_with_its_question(
     assert all(one.name in text[own:] for one in fields(entry.load().Options))
 
 
+def test_help_offers_nothing_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A verdict takes trusted rows of their own file, and walk values alone."""
+    for name, offered in (("data", False), ("estimators", True)):
+        with pytest.raises(SystemExit):
+            main(["diagnose", name, "--help"])
+        text = capsys.readouterr().out
+        assert ("FILE | --validation_rows N" in text) == offered
+        for flag in ("--value ", "--budget TIME", "--retention_set"):
+            assert (f"\n  {flag}" in text) == offered, flag
+
+
 # --- options --------------------------------------------------------------------------------------
 
 
