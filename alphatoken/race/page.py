@@ -21,6 +21,7 @@ from alphatoken.score.page import (
     number,
     pictures_html,
     render_page,
+    setting_text,
     table_html,
 )
 from alphatoken.support.storage import write_text
@@ -98,7 +99,7 @@ def write_race_page(
         html = f'<code class="command">{escape(command)}</code>'
         sections.append(Section("command", "To go on with the run", html=html))
     digests = {"rows", "start", "run"}
-    settings = {n: _plain(value) for n, value in state.settings.items() if n not in digests}
+    settings = {n: value for n, value in state.settings.items() if n not in digests}
     counts = [counted_rows(name, own) for name, own in state.settings["rows"].items()]
     page = render_page(
         "A race of short runs",
@@ -108,14 +109,6 @@ def write_race_page(
         settings=settings,
     )
     write_text(path, page)
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return "; ".join(f"{name}: {_plain(own)}" for name, own in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return str(value)
 
 
 def _column(state: RaceState, name: str, looks: Sequence[dict[str, Difference]]) -> Section:
@@ -212,7 +205,7 @@ def _cost(result: RaceResult, trained: bool) -> Section:
             fates[name] = f"failed: {state.failures[name]}"
     columns: list[Any] = [
         ("arm", "words", list(by_arm)),
-        ("options", "words", [_plain(state.settings["arms"][name]) for name in by_arm]),
+        ("options", "words", [setting_text(state.settings["arms"][name]) for name in by_arm]),
         ("steps", "number", [str(steps) for steps in by_arm.values()]),
         ("seconds", "number", [f"{state.seconds.get(name, 0.0):.0f}" for name in by_arm]),
         ("outcome", "words", list(fates.values())),

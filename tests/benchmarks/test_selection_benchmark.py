@@ -154,7 +154,7 @@ def test_a_grid_can_be_read_and_every_try_is_counted(grid: Path) -> None:
 
 
 def test_rivals_are_trained_as_long_runs_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells of one name have the same options, on a processor without an accelerator."""
+    """Cells of one name have the same options, on a processor without an accelerator, at one rate."""
     for name in PLACES:
         monkeypatch.setenv(name, f"/{name.lower()}")
     grids = (
@@ -167,7 +167,7 @@ def test_rivals_are_trained_as_long_runs_are(monkeypatch: pytest.MonkeyPatch) ->
         "words-120", "words-400", "clean-400", "responses-400", "mixed-400"
     }  # fmt: skip
     for name in common:
-        assert rivals[name] == {**long[name], "use_cpu": True}, name
+        assert rivals[name] == {**long[name], "use_cpu": True, "learning_rate": 3e-5}, name
 
 
 @pytest.mark.usefixtures("anywhere")

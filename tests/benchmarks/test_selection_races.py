@@ -114,4 +114,4 @@ def test_held_out_races_have_means_of_their_own(
     assert words[1].startswith("**-0.2"), "bold where the walk won"
     assert words[2:] == ["–", "– |"], "not raced"
     assert (clean[0], clean[1], clean[2][:6]) == ("| clean", "–", "left; "), "it left before"
-    assert held[0] == "| half of the responses cut, seed 1, held out"
+    assert held[0] == "| half of the responses cut, seed 1, other rows"
