@@ -154,7 +154,7 @@ def test_a_grid_can_be_read_and_every_try_is_counted(grid: Path) -> None:
 
 
 def test_rivals_are_trained_as_long_runs_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells of one name have the same options, on a processor without an accelerator, at one rate."""
+    """Cells of one name have the same options, but a processor alone and one rate."""
     for name in PLACES:
         monkeypatch.setenv(name, f"/{name.lower()}")
     grids = (
