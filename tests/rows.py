@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,13 @@ def drawn_rows(
         labels = [-100] * prompt + ids[prompt:]
         examples.append(Example(Row(index, f"rows, line {index + 1}", ()), ids, labels))
     return examples
+
+
+def renumbered(rows: Sequence[Example], step: int = 3) -> list[Example]:
+    """The same rows, drawn from a file in which they are every ``step``-th."""
+    return [
+        replace(row, row=replace(row.row, index=step * place)) for place, row in enumerate(rows)
+    ]
 
 
 def random_rows(

@@ -145,7 +145,7 @@ def _map(
 ) -> Figure:
     records = [
         {
-            "row": int(where[token, 0]),
+            "row": rows[where[token, 0]].row.index,
             "token_id": rows[where[token, 0]].labels[where[token, 1]],
             "x": float(x),
             "y": float(y),

@@ -182,11 +182,13 @@ def halves(rows: Sequence[Example], seed: int) -> tuple[list[Example], list[Exam
     )
 
 
-def _without_copies(rows: Sequence[Example]) -> dict[tuple[int, ...], Example]:
-    """Tokens -> the first row that has them: a copy tells no more than the row."""
-    distinct: dict[tuple[int, ...], Example] = {}
+def _without_copies(
+    rows: Sequence[Example],
+) -> dict[tuple[tuple[int, ...], tuple[int, ...]], Example]:
+    """Tokens and labels -> the first row that has them: a copy tells no more than the row."""
+    distinct: dict[tuple[tuple[int, ...], tuple[int, ...]], Example] = {}
     for row in rows:
-        distinct.setdefault(tuple(row.input_ids), row)
+        distinct.setdefault((tuple(row.input_ids), tuple(row.labels)), row)
     return distinct
 
 
@@ -214,7 +216,8 @@ def _groups(subject: Subject) -> tuple[list[Example], dict[str, list[Example]], 
     )
     # A row on both sides would be compared with itself, and one that was walked on with the walk.
     distinct = _without_copies(trusted)
-    others = [row for row in train if tuple(row.input_ids) not in distinct]
+    of_trusted = {tokens for tokens, _ in distinct}
+    others = [row for row in train if tuple(row.input_ids) not in of_trusted]
     kept, judged = list(distinct.values()), list(_without_copies(others).values())
     _require_enough(kept, judged)
     walked, reference = halves(kept, subject.seed)

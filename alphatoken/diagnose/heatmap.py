@@ -23,7 +23,7 @@ from alphatoken.diagnose.figures import Figure, Guide
 from alphatoken.diagnose.statistics import FEWEST, Estimate, Numbers, bootstrap, kept
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import retention_term, scorer_for
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, first_few
 from alphatoken.score.page import colour_of
 from alphatoken.score.page import number as written
 from alphatoken.score.token_kinds import KINDS, kind_of
@@ -44,7 +44,9 @@ class Options(CheckedOptions):
     """Options of the diagnostic ``heatmap``."""
 
     rows: tuple[int, ...] = option(
-        (), "training rows to show, from 0; default: the first sampled", at_least=0
+        (),
+        "rows to show, by their place in the training file, from 0; default: the first sampled",
+        at_least=0,
     )
     examples: int = option(3, "number of rows, if none are named", at_least=1)
     colours: str = option(
@@ -121,7 +123,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     columns = _columns(subject, rows)
     words = [subject.texts(row) for row in rows]
     own = [words[row][at] for row, at in zip(columns["row"], columns["position"], strict=True)]
-    tokens = _tokens_table(columns, own, {place: pool.index(place) for place in shown})
+    numbers = [subject.train[place].row.index for place in shown]
+    tokens = _tokens_table(columns, own, dict(zip(numbers, map(pool.index, shown), strict=True)))
     kinds = Table.of("heatmap-kinds", "Kinds of tokens", kinds_of(columns, own))
     parts = [{"component": key, "share": share} for key, share in shares_of(columns).items()]
     note = "Of the summed magnitudes; stability times lambda."
@@ -135,23 +138,24 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         [*drawn, _kinds_figure(kinds, subject.ratio)],
         valued=rows,
         notes=_notes(subject, columns),
-        settings=asdict(options) | {"rows": ", ".join(map(str, shown))},
+        settings=asdict(options) | {"rows": ", ".join(map(str, numbers))},
     )
 
 
 def _chosen(subject: Subject, options: Options) -> tuple[list[int], list[int]]:
-    """Rows that are shown, and the pool in which tokens are ranked, both as training rows."""
+    """Rows that are shown, and the pool in which tokens are ranked, both by place in ``train``."""
     # Two rows may be equal: their identity tells which of the training rows was drawn.
     numbers = {id(row): place for place, row in enumerate(subject.train)}
     sampled = [numbers[id(row)] for row in subject.sample()]
-    for place in options.rows:
-        if place >= len(subject.train) or not subject.train[place].response_tokens:
-            raise ConfigError(
-                "a row to show does not exist, or has no response token",
-                got=f"--rows {place}",
-                remedy=f"rows are numbered from 0 to {len(subject.train) - 1}",
-            )
-    shown = list(dict.fromkeys(options.rows)) or sampled[: options.examples]
+    drawn = {row.row.index: place for place, row in enumerate(subject.train) if row.response_tokens}
+    if missing := [row for row in options.rows if row not in drawn]:
+        raise ConfigError(
+            "a row to show was not drawn, or has no response token",
+            got=f"--rows {missing[0]}",
+            remedy="rows are numbered as in the training file, such as "
+            f"{first_few([*map(str, drawn)], 5)}; --train_rows draws more of them",
+        )
+    shown = list(dict.fromkeys(drawn[row] for row in options.rows)) or sampled[: options.examples]
     return shown, sorted({*sampled, *shown})
 
 
@@ -333,8 +337,8 @@ def _row_figure(
     columns: Columns,
     tokens: Table,
 ) -> Drawing:
-    """The row ``place`` of the training rows with its panels: the total and the components."""
-    own = columns["row"] == pool.index(place)
+    """The row at ``place`` of ``train`` with its panels: the total and the components."""
+    own, number = columns["row"] == pool.index(place), subject.train[place].row.index
     # Components that are 0 for every token of the pool say nothing; one alone is the total.
     present = [key for key in _components(columns) if columns[key].any()]
     parts = {COMPONENTS[key][0]: columns[key][own] for key in present}
@@ -346,26 +350,28 @@ def _row_figure(
     example = subject.train[place]
     texts = [visible(token) for token in subject.texts(example)]
     at = columns["position"][own]
-    rows = tuple(cells for cells in tokens.rows if cells[0] == place)
+    rows = tuple(cells for cells in tokens.rows if cells[0] == number)
     return heatmap_figure(
-        f"row {place} ({example.row.place})",
+        f"row {number} ({example.row.place})",
         "".join(texts[: at[0]]),
         [texts[position] for position in at],
         parts,
         columns["kept"][own],
-        Table(f"heatmap-row-{place}", f"Tokens of row {place}", tokens.columns, rows, tokens.note),
+        Table(
+            f"heatmap-row-{number}", f"Tokens of row {number}", tokens.columns, rows, tokens.note
+        ),
         relative=options.colours == "relative",
     )
 
 
 def _tokens_table(columns: Columns, words: Sequence[str], shown: Mapping[int, int]) -> Table:
-    """Each token of the rows shown: their numbers among the training rows -> in the pool."""
+    """Each token of the rows shown: their numbers in the training file -> in the pool."""
     records: list[dict[str, Any]] = []
-    for place, row in shown.items():
+    for number, row in shown.items():
         own = np.flatnonzero(columns["row"] == row)
         scaled = normalised(columns["total"][own])
         records += [
-            {"row": place, "position": int(columns["position"][token]), "token": words[token]}
+            {"row": number, "position": int(columns["position"][token]), "token": words[token]}
             | {key: float(columns[key][token]) for key in ("total", *_components(columns))}
             | {"normalised": colour, "kept": bool(columns["kept"][token])}
             for token, colour in zip(own.tolist(), scaled.tolist(), strict=True)

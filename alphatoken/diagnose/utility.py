@@ -297,7 +297,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         [quality],
         [_figure(bench, predictions, own, tokens, actual, bench.calibrated(wanted[own]))],
         valued=bench.rows,
-        notes=[*_notes(bench), *left_out],
+        notes=[*_notes(bench, tokens), *left_out],
         settings=asdict(options),
         mark=graded(score),
     )
@@ -314,10 +314,10 @@ def _figure(
     """The user's prediction against what happened, over a table with every prediction."""
     predicted = {name: bench.predicted(values, tokens) for name, values in predictions.items()}
     records = [
-        {"row": bench.places[token][0], "position": bench.places[token][1]}
-        | {"actual": float(actual[place])}
-        | {name: float(values[place]) for name, values in predicted.items()}
-        for place, token in enumerate(tokens)
+        {"row": bench.rows[row].row.index, "position": position}
+        | {"actual": float(actual[number])}
+        | {name: float(values[number]) for name, values in predicted.items()}
+        for number, (row, position) in enumerate(bench.places[token] for token in tokens)
     ]
     return Figure(
         "scatter",
@@ -334,14 +334,15 @@ def _figure(
     )
 
 
-def _notes(bench: _Bench) -> list[str]:
+def _notes(bench: _Bench, left_out: Sequence[int]) -> list[str]:
     stepper, options, subject = bench.stepper, bench.options, bench.subject
     dtype = str(next(stepper.model.parameters()).dtype).removeprefix("torch.")
     tokens = sum(batch.response_tokens for batch in stepper.validation)
+    longest = max(len(bench.rows[bench.places[token][0]].input_ids) for token in left_out)
     notes = [
-        f"{min(subject.oracle_tokens, bench.count)} of the tokens were left out one by one, drawn "
-        "at random from the shorter half of the rows: each costs a backward through its row. The "
-        f"loss is over {tokens} validation response tokens.",
+        f"{len(left_out)} of the tokens were left out one by one, drawn "
+        f"at random from rows of at most {longest} positions (each costs a backward through its "
+        f"row). The loss is over {tokens} validation response tokens.",
         f"Steps were taken on a {dtype} copy of the model.",
     ]
     if options.optimizer == "adamw":

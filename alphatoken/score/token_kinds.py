@@ -31,10 +31,12 @@ PAGE_KINDS = ("number", "word", "punctuation", "space", BREAK, FIRST, END, "othe
 def kind_of(text: str) -> str:
     r"""One of ``KINDS``: by the token's characters that are no space.
 
-    >>> [kind_of(text) for text in (" cat", "ing", "42", ".", "\n")]
-    ['start of a word', 'inside a word', 'number', 'punctuation or sign', 'space']
+    A token that ends inside a character has a placeholder for its text, and is "other".
+
+    >>> [kind_of(text) for text in (" cat", "ing", "42", ".", "\n", BROKEN)]
+    ['start of a word', 'inside a word', 'number', 'punctuation or sign', 'space', 'other']
     """
-    if is_control(text):
+    if text == BROKEN or is_control(text):
         return "other"
     core = text.strip()
     if not core:
@@ -81,8 +83,6 @@ def page_kinds(example: ScoredExample, text_of: Callable[[int], str]) -> list[st
 
 @lru_cache(1 << 16)
 def _page_kind(text: str) -> str:
-    if text == BROKEN:
-        return "other"
     kind = kind_of(text)
     return BREAK if kind == "space" and "\n" in text else _PAGE[kind]
 

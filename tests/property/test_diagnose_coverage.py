@@ -22,6 +22,7 @@ from alphatoken.support.progress import Tracker
 from tests.property.architectures import ARCHITECTURES
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.rows import drawn_rows as rows_of
+from tests.rows import renumbered
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -146,7 +147,7 @@ def test_the_picture_is_fitted_on_what_some_policy_keeps_and_on_nothing_else(mon
         return points[:, :2]
 
     monkeypatch.setattr(coverage, "picture_of", recorded)
-    rows = rows_of([(2, 6)] * 10, 11, seed=1)
+    rows = renumbered(rows_of([(2, 6)] * 10, 11, seed=1))
     subject = Subject(
         ReferenceDecoder(DecoderConfig(), seed=6).eval(), rows, rows_of([(2, 4)] * 4, 11, seed=2),
         batch_size=4, ratio=0.25,
@@ -156,6 +157,8 @@ def test_the_picture_is_fitted_on_what_some_policy_keeps_and_on_nothing_else(mon
     (points,) = seen
     records = found.figure("coverage-map").data.records()
     assert len(points) == len(records) == 30  # of 60
+    assert {r["row"] for r in records} <= {row.row.index for row in rows}
+    assert max(r["row"] for r in records) > 10, "numbers of the file, not places of the sample"
     assert all(r["low-perplexity"] != r["high-perplexity"] for r in records)
     low = [r["loss"] for r in records if r["low-perplexity"]]
     high = [r["loss"] for r in records if r["high-perplexity"]]

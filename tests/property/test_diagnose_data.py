@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import combinations, permutations
@@ -464,6 +465,15 @@ def test_rows_on_both_sides_and_rows_without_a_response_are_left_out_and_counted
     assert "walk was taken on 6 trusted rows; the other 6 are the reference." in said
     groups = table_of(found)
     assert groups == table_of(data.diagnose(subject()))
+
+
+def test_rows_of_one_text_and_other_labels_are_no_copies() -> None:
+    """A chat that teaches its first answer is another row than the same chat with its second."""
+    row = TRAIN[0]
+    other = replace(row, labels=[-100] * (len(row.labels) - 1) + row.labels[-1:])
+    found = data.diagnose(subject(train=[*TRAIN, other]))
+    assert "repeat another one" not in " ".join(found.notes)
+    assert len(table_of(found)[JUDGED]) == len(TRAIN) + 1
 
 
 def test_too_few_rows_are_refused() -> None:

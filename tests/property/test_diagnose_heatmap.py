@@ -23,10 +23,12 @@ from alphatoken.diagnose.heatmap import (
 )
 from alphatoken.diagnose.statistics import Estimate
 from alphatoken.diagnose.subject import Subject
+from alphatoken.errors import ConfigError
 from alphatoken.score.page import MINUS, PLUS, colour_of
 from alphatoken.support.token_texts import visible
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.rows import drawn_rows as rows_of
+from tests.rows import renumbered
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -188,13 +190,17 @@ def tiny_subject(**changes) -> Subject:
 
 
 def test_rows_that_are_asked_for_are_shown_and_their_parts_add_up():
-    found = heatmap.diagnose(tiny_subject(), heatmap.Options(rows=(13, 0)))
+    """By their numbers in the training file, of which rows may have been drawn or left out."""
+    rows = renumbered(rows_of([(2, 5)] * 14, 11, seed=1))
+    found = heatmap.diagnose(tiny_subject(train=rows), heatmap.Options(rows=(39, 0)))
     records = found.table("heatmap-tokens").records()
-    assert [r["row"] for r in records] == [13] * 5 + [0] * 5
+    assert [r["row"] for r in records] == [39] * 5 + [0] * 5
+    with pytest.raises(ConfigError, match="was not drawn.*--rows 13.*such as 0, 3, 6"):
+        heatmap.diagnose(tiny_subject(train=rows), heatmap.Options(rows=(13,)))
     for r in records:
         parts = sum(r[key] for key in r if key.startswith(("adaptation_", "stability_")))
         assert parts == pytest.approx(r["total"], rel=1e-9, abs=1e-12)
-    for row in (13, 0):
+    for row in (39, 0):
         own = [r for r in records if r["row"] == row]
         largest = max(abs(r["total"]) for r in own)
         assert [r["normalised"] for r in own] == [r["total"] / largest for r in own]

@@ -24,6 +24,7 @@ from alphatoken.oracle.gradients import displaced
 from tests.property.decoder import DecoderConfig, ReferenceDecoder
 from tests.property.tolerance import close
 from tests.rows import random_rows as rows_of
+from tests.rows import renumbered
 
 pytestmark = pytest.mark.usefixtures("few_draws")
 
@@ -197,7 +198,9 @@ def test_tables_and_figures() -> None:
     """The user's model is left alone."""
     model = decoder_of().train()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    subject = subject_of(model, train=rows_of([9] * 8), batch_size=8, oracle_tokens=20)
+    lengths = [9, 9, 9, 9, 10, 10, 11, 12]
+    rows = renumbered(rows_of(lengths))
+    subject = subject_of(model, train=rows, batch_size=8, oracle_tokens=40)
     found = diagnostic.diagnose(subject, QUICK)
     assert model.training
     for name, p in model.named_parameters():
@@ -212,7 +215,12 @@ def test_tables_and_figures() -> None:
     for record in one:
         assert record["spearman_low"] <= record["spearman"] <= record["spearman_high"]
     figure = found.figure("scatter")
-    assert len(figure.data.rows) == 20
+    assert len(figure.data.rows) == 40
+    left_out = {record["row"] for record in figure.data.records()}
+    assert left_out <= {row.row.index for row in rows}
+    # The shorter half has too few tokens: the note names the length that was drawn from.
+    longest = max(len(row.input_ids) for row in rows if row.row.index in left_out)
+    assert f"at random from rows of at most {longest} positions" in " ".join(found.notes)
     assert figure.svg.startswith("<svg")
 
 
