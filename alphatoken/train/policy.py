@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, final
 
 import torch
 from torch import Tensor
@@ -161,6 +161,17 @@ class PolicyStage:
     autocast: Callable[[], AbstractContextManager[Any]] = field(default_factory=lambda: nullcontext)
 
 
+ATTRIBUTES = {
+    "family": ("sft", "preference", "both"),
+    "published_loss": ("cross_entropy", "dpo", "simpo"),
+    "scope": ("dataset", "batch", "sequence", "step"),
+    "rounding": ("floor", "ceil"),
+    "denominator": ("response", "kept"),
+    "divisor_scope": ("trainer", "step"),
+}
+"""Attributes of a policy's class that have one of a few values."""
+
+
 class Columns(Protocol):
     """Numbers of every response token of the training rows, found again in any batch."""
 
@@ -177,7 +188,7 @@ class Columns(Protocol):
 
 
 class TokenPolicy:
-    """Base of all policies; at least ``scores`` or ``weights`` is given by a subclass.
+    """Base of all policies; a subclass gives ``scores`` or ``native_weights``.
 
     Own arguments are keywords of the constructor, after ``settings``; recipes give them as
     ``policy_options``. A policy keeps no state over steps: what it needs later it asks for, so that
@@ -279,7 +290,7 @@ class TokenPolicy:
         """
         if self.settings.mode == "budget":
             return True
-        return self.native_ratio is None and not own_methods(self, "weights", "native_weights")
+        return self.native_ratio is None and not own_methods(self, "native_weights")
 
     # --- before training --------------------------------------------------------------------------
 
@@ -394,8 +405,9 @@ class TokenPolicy:
     def _ranked(self) -> str:
         return "sequence" if self.scope == "sequence" else "batch"
 
+    @final
     def weights(self, batch: PolicyBatch) -> Tensor:
-        """(b, t), in the mode that was asked for; 0 off the response.
+        """(b, t), in the mode that was asked for, checked; 0 off the response.
 
         Raises:
             ConfigError: weights of another shape.
@@ -452,7 +464,9 @@ class TokenPolicy:
         return None
 
     def rewards(self, batch: PolicyBatch) -> Tensor | None:
-        """(2n,) rewards that a loss of its own compares, for the log; None for the trainer's.
+        """(2n,) rewards that a loss of its own compares, for the log.
+
+        None for the trainer's: ``beta log p`` without the reference, where the policy needs none.
 
         Args:
             batch: chosen rows, then rejected ones.
@@ -470,7 +484,7 @@ def rule_of(policy: TokenPolicy) -> tuple[str, ...]:
     native = policy.settings.mode == "native"
     first = ("native_weights",) if native else ()
     budget = ("budget_weights",) if not native or policy.native_ratio is None else ()
-    return ("weights", *first, *budget, "best")
+    return (*first, *budget, "best")
 
 
 def own_methods(policy: TokenPolicy, *names: str) -> list[str]:

@@ -28,7 +28,7 @@ from alphatoken.train import (
 )
 from alphatoken.train.policies import STANDS_FOR, chosen_policy
 from alphatoken.train.policies.builtin import DPO, BottomRatioPolicy, Standard, TopRatioPolicy
-from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
+from alphatoken.train.policy import Needs, PolicyBatch, PolicySettings, TokenPolicy
 from alphatoken_lab.methods.sstoken import prompt_attention, prompt_tokens
 from alphatoken_lab.methods.talr import TALR
 from tests.integration import policy_examples as examples
@@ -445,6 +445,25 @@ def streamed() -> IterableDataset:
 def test_bad_input(tmp_path: Path, make: Any, match: str) -> None:
     with pytest.raises(AlphaTokenError, match=match):
         make(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("slip", "said"),
+    [
+        ({"scope": "sequences"}, "scope of policy 'surprising'.*sequence"),
+        ({"denominator": "keep"}, "denominator.*kept"),
+        ({"published_loss": "mse"}, "published_loss.*cross_entropy"),
+        ({"family": "dpo"}, "family.*preference"),
+        ({"rounding": "up"}, "rounding.*ceil"),
+        ({"need": Needs(values=True)}, "nothing reads.*need; did you mean needs"),
+        ({"weights": lambda _, batch: batch.log_probs}, "weights.. in place.*native_weights"),
+    ],
+    ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
+)
+def test_a_slip_in_a_class_is_named(tmp_path: Path, slip: dict[str, Any], said: str) -> None:
+    """A misspelt attribute would rank other tokens together, or train by another divisor."""
+    with pytest.raises(AlphaTokenError, match=said):
+        sft(tmp_path, type("Own", (examples.Surprising,), slip))
 
 
 @pytest.mark.parametrize("policy", [examples.OwnDPO, examples.ValuedDPO])

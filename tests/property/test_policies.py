@@ -105,6 +105,20 @@ def test_a_policy_of_another_package_has_a_name(
         find_policy("surprising-tests")
 
 
+def test_a_name_of_two_packages_names_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, place in (("strangers", PLACE), ("others", PLACE.replace("Surprising", "Tired"))):
+        about = tmp_path / f"{package}-1.0.dist-info"
+        about.mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
+        (about / "METADATA").write_text(metadata)
+        (about / "entry_points.txt").write_text(f"[alphatoken.policies]\ntaken = {place}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="two installed packages.*Surprising.*Tired"):
+        find_policy("taken")
+
+
 def test_settings_are_the_trainers_unless_a_policy_has_its_own() -> None:
     own, others = Surprising(BUDGET), Surprising()
     for made in (own, others):
@@ -112,8 +126,32 @@ def test_settings_are_the_trainers_unless_a_policy_has_its_own() -> None:
     assert (own.settings.keep_ratio, others.settings.keep_ratio) == (0.4, 0.9)
 
 
+class _SuperOfNothing(Surprising):
+    def __init__(self, settings: PolicySettings | None = None, power: float = 1.0) -> None:
+        super().__init__()
+        self.power = power
+
+
+class _NoSuper(Surprising):
+    def __init__(self, settings: PolicySettings | None = None, power: float = 1.0) -> None:
+        self.power = power
+
+
+class _NoSettings(Surprising):
+    def __init__(self, power: float = 1.0) -> None:
+        self.power = power
+
+
+@pytest.mark.parametrize("kind", [_SuperOfNothing, _NoSuper, _NoSettings])
+def test_a_constructor_of_its_own_cannot_lose_the_settings(kind: type[Surprising]) -> None:
+    made = policy(kind, BUDGET, power=2.0)
+    assert made.settings == BUDGET
+    assert vars(made)["power"] == 2.0
+    assert vars(policy(kind, BUDGET))["power"] == 1.0
+
+
 @pytest.mark.parametrize("mode", ["native", "budget"])
-@pytest.mark.parametrize("rule", ["none", "weights", "best", "native_weights", "budget_weights"])
+@pytest.mark.parametrize("rule", ["none", "best", "native_weights", "budget_weights"])
 def test_kept_tokens_are_the_sum_of_the_weights_or_unknown(rule: str, mode: str) -> None:
     """A rule of the policy's own is no share of the tokens, so its sum is not taken for one.
 

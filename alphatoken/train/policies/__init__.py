@@ -27,10 +27,11 @@ from dataclasses import fields, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from inspect import signature
 from typing import Any
 
 from alphatoken.config import WALK, refused_by_estimator
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.choice import ParameterChoice, read_layers
 from alphatoken.presets import PRESETS
 from alphatoken.train.fields import AlphaFields
@@ -38,7 +39,13 @@ from alphatoken.train.policies.builtin import DPO, RATIO_POLICIES, Standard, Val
 from alphatoken.train.policies.own_weights import OwnWeights
 from alphatoken.train.policies.validation_mix import ValidationMix
 from alphatoken.train.policies.walk_rows import WalkRows
-from alphatoken.train.policy import PolicySettings, TokenPolicy, own_methods, rule_of
+from alphatoken.train.policy import (
+    ATTRIBUTES,
+    PolicySettings,
+    TokenPolicy,
+    own_methods,
+    rule_of,
+)
 
 __all__ = [
     "GROUP",
@@ -92,12 +99,17 @@ _DEFAULTS: Mapping[str, Any] = {option.name: option.default for option in fields
 
 def policy_names() -> tuple[str, ...]:
     """Names of all policies: those here, then those of other packages that are installed."""
-    return (*_OWN, *(name for name in _named_on(tuple(sys.path)) if name not in _OWN))
+    return (*_OWN, *_named_on(tuple(sys.path)))
 
 
 @cache
-def _named_on(path: tuple[str, ...]) -> dict[str, str]:
-    return {point.name: point.value for point in entry_points(group=GROUP)}
+def _named_on(path: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Names that installed packages give, but those of the library's own; the classes of each."""
+    named: dict[str, tuple[str, ...]] = {}
+    for point in entry_points(group=GROUP):
+        if point.name not in {*_OWN, *TRAINER_POLICIES, *STANDS_FOR}:
+            named[point.name] = (*{*named.get(point.name, ()), point.value},)
+    return named
 
 
 def find_policy(name: str) -> type[TokenPolicy]:
@@ -108,9 +120,17 @@ def find_policy(name: str) -> type[TokenPolicy]:
     """
     if name in _OWN:  # before others: no package can take such a name
         return _OWN[name]
-    target = name if ":" in name else _named_on(tuple(sys.path)).get(name)
-    if target is None:
+    targets = (name,) if ":" in name else _named_on(tuple(sys.path)).get(name, ())
+    if not targets:
         raise _no_such_policy(name)
+    if len(targets) > 1:
+        raise ConfigError(
+            "two installed packages have a policy of this name",
+            got=f"{name}: {', '.join(sorted(targets))}",
+            why="the name does not say which of them is meant",
+            remedy="module:Class in place of the name",
+        )
+    (target,) = targets
     module, _, attribute = target.partition(":")
     try:
         policy_class = getattr(import_module(module), attribute)
@@ -170,14 +190,19 @@ def policy(
         ConfigError: no such policy, or arguments that it does not take.
     """
     kind = find_policy(name) if isinstance(name, str) else _require_class(name, repr(name))
+    # A constructor of its own may know nothing of settings, and hand none to the base's.
+    takes = "settings" in signature(kind).parameters
     try:
-        return kind(settings, **options)
+        made = kind(settings, **options) if takes else kind(**options)
     except TypeError as problem:
         raise ConfigError(
             f"policy '{getattr(kind, 'name', kind.__qualname__)}' does not take these arguments",
             got=f"{', '.join(options) or 'none'} ({problem})",
             remedy="`alphatoken-lab policies NAME` describes them",
         ) from problem
+    if settings is not None:
+        made.bind(settings)
+    return made
 
 
 # --- of a run ------------------------------------------------------------------------------------
@@ -323,7 +348,7 @@ def _refuse_divisor(chosen: TokenPolicy, divisor: str) -> None:
 
 
 def _refuse_unfinished(chosen: TokenPolicy) -> None:
-    """Refuse a policy without a name, or without a method that its mode goes by."""
+    """Refuse a class without a name or a method that its mode goes by, or with others in place."""
     kind = type(chosen)
     if not getattr(chosen, "name", None):
         raise ConfigError(
@@ -332,6 +357,7 @@ def _refuse_unfinished(chosen: TokenPolicy) -> None:
             why="logs, records and messages call it by that",
             remedy=f"name = '{kind.__name__.lower()}' in the class",
         )
+    _refuse_attributes(chosen)
     native = chosen.settings.mode == "native"
     if own_methods(chosen, "scores", *rule_of(chosen)):
         return
@@ -345,9 +371,34 @@ def _refuse_unfinished(chosen: TokenPolicy) -> None:
     )
 
 
+def _refuse_attributes(chosen: TokenPolicy) -> None:
+    """Refuse an attribute of another value or, by a slip of the pen, of another name."""
+    for name, values in ATTRIBUTES.items():
+        require_choice(f"{name} of policy '{chosen.name}'", getattr(chosen, name), values)
+    if own_methods(chosen, "weights"):
+        raise ConfigError(
+            f"policy '{chosen.name}' has weights() in place of the base's",
+            got=type(chosen).__qualname__,
+            why="it checks what a rule gives: shape, finite, not negative",
+            remedy="native_weights(batch) for a rule without a budget, or scores(batch)",
+        )
+    known = [name for name, value in vars(TokenPolicy).items() if not callable(value)]
+    given = {
+        n for kind in type(chosen).__mro__ if kind not in TokenPolicy.__mro__ for n in vars(kind)
+    }
+    for name in sorted(given - {*vars(TokenPolicy)}):
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if close and not name.startswith("_") and not callable(getattr(chosen, name, None)):
+            raise ConfigError(
+                f"policy '{chosen.name}' has an attribute that nothing reads",
+                got=f"{name}; did you mean {close[0]}?",
+                remedy=f"{close[0]}, or a name that is less like it",
+            )
+
+
 def _refuse_rule_of_step(chosen: TokenPolicy) -> None:
     """Refuse a rule of its own that a step of several micro-batches would not go by."""
-    own = own_methods(chosen, "native_weights", "budget_weights", "best", "weights")
+    own = own_methods(chosen, "native_weights", "budget_weights", "best")
     if chosen.scope == "step" and own:
         raise ConfigError(
             f"policy '{chosen.name}' has the scope 'step' and a rule of its own",

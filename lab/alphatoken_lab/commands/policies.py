@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 
 from alphatoken.cli.program import CommandParser
+from alphatoken.errors import ConfigError
 from alphatoken.train.policies import find_policy, policy_names
 from alphatoken.train.policy import Needs, TokenPolicy
 
@@ -39,7 +40,7 @@ def run(words: Sequence[str]) -> int:
         "--traceback", action="store_true", help="show the whole traceback of an error"
     )
     name = parser.parse_args(list(words)).name
-    rows = [_row(one, find_policy(one)) for one in ([name] if name else policy_names())]
+    rows = [_row(name, find_policy(name))] if name else [*map(_listed, policy_names())]
     if name:
         facts = zip(_HEADS[:-1], rows[0], strict=False)
         print("\n".join(f"{head + ':':<9}{said}" for head, said in facts))
@@ -51,6 +52,14 @@ def run(words: Sequence[str]) -> int:
         print("  ".join([*cells, row[-1]]))
     print(_END)
     return 0
+
+
+def _listed(name: str) -> tuple[str, ...]:
+    """Its row; of one that cannot be imported, why."""
+    try:
+        return _row(name, find_policy(name))
+    except ConfigError as error:
+        return name, "-", "-", "-", f"{error.what}: {error.got}"
 
 
 def _row(name: str, kind: type[TokenPolicy]) -> tuple[str, ...]:
