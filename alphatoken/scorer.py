@@ -148,6 +148,13 @@ class Scorer:
                 got=f"{type(model).__name__}: {str(model)[:80]!r}",
                 remedy="AutoModelForCausalLM.from_pretrained(NAME)",
             )
+        if adapter is not None and not any(one is adapter.model for one in model.modules()):
+            raise ConfigError(
+                "the adapter is of another model",
+                got=f"a {type(adapter.model).__name__} that is not the {type(model).__name__}",
+                why="the values would be those of the adapter's model",
+                remedy="an adapter that is made of this model",
+            )
         if not isinstance(config, ScorerConfig):
             raise ConfigError(
                 "config must be a ScorerConfig",

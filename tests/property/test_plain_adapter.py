@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from alphatoken.model.protocol import AttentionOverride, DecoderAdapter
+from alphatoken import Scorer
+from alphatoken.errors import ConfigError
+from alphatoken.model.protocol import AttentionOverride, DecoderAdapter, find_adapter
 from tests.property.decoder import ReferenceAdapter
 from tests.property.profiles import budget
 from tests.property.setups import Setup, layer_indices, make_scorer, quiet_score, setups
+from tests.property.test_differences import llama
+from tests.property.test_differences import rows_of as token_rows
 
 
 class PlainAdapter(DecoderAdapter):
@@ -70,3 +74,11 @@ def test_values_do_not_depend_on_who_writes_the_defaults(estimator: str, setup: 
         for adapter in adapters
     )
     assert torch.allclose(plain, written, rtol=1e-10, atol=1e-12 * float(written.abs().max() + 1))
+
+
+def test_an_adapter_of_another_model_is_refused() -> None:
+    """In a loop over checkpoints an adapter that was made before would give the first's values."""
+    first, second = llama(), llama()
+    with pytest.raises(ConfigError, match="adapter is of another model"):
+        Scorer(first, token_rows(1, rows=2), adapter=find_adapter(second))
+    Scorer(first, token_rows(1, rows=2), adapter=find_adapter(first))
