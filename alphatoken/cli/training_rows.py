@@ -40,6 +40,7 @@ from alphatoken.data.weights import (
     listed_weights,
     no_weights,
     turn_weights,
+    whole_labels,
 )
 from alphatoken.errors import ConfigError, DataError, InputError, counted, short
 from alphatoken.model.batch import IGNORE
@@ -67,7 +68,8 @@ def check_rows(arguments: Arguments, *, reads_fisher: bool | None = None) -> Non
 
     Raises:
         ConfigError: no source of the training rows or two, a missing file, a stream, evaluation
-            without rows; values or a policy without validation rows; a Fisher that nothing reads.
+            without rows; labels of the last answer and of all of a row; values or a policy without
+            validation rows; a Fisher that nothing reads.
     """
     own = arguments.training.reads_fisher if reads_fisher is None else reads_fisher
     raise_first(chain(_refused_sources(arguments), _refused_rows(arguments, own)))
@@ -113,6 +115,12 @@ def _refused_rows(arguments: Arguments, reads_fisher: bool) -> Iterator[ConfigEr
             "values need a validation dataset",
             got="no --validation_file, and --validation_rows 0 draws none",
             remedy="--validation_file FILE, of a few clean rows of the target",
+        )
+    if data.turns == "last" and getattr(args, "completion_only_loss", None) is False:
+        yield ConfigError(
+            "the last answer alone and all of a row cannot both be learned",
+            got="turns: last, completion_only_loss: false",
+            remedy="leave one of them out",
         )
     clean_first = args.policy == "validation-first"
     if args.policy in ("validation-first", "validation-mix") and data.validation_file is None:
@@ -300,7 +308,8 @@ class RowReader:
         example = encode_example(row, self.tokenizer, self.how)
         survey.notes.update(dict.fromkeys(example.notes, 1))
         if args.completion_only_loss is False:
-            example = replace(example, labels=example.input_ids)
+            whole = whole_labels(row, example.input_ids, self.tokenizer, self.how)
+            example = replace(example, labels=whole)
         if weights != "refused":
             own = turn_weights(row, example.input_ids, example.labels, self.tokenizer, self.how)
             example = replace(example, weights=own)

@@ -445,6 +445,32 @@ def test_chats_are_written_by_the_template_or_as_text(tmp_path: Path) -> None:
     assert first("--completion_only_loss", "false") == (whole, whole)
 
 
+def test_marked_turns_stay_out_of_the_loss_of_whole_rows(tmp_path: Path) -> None:
+    """Those of the user too; ``--completion_only_loss false`` learns what no mark leaves out."""
+
+    def chat(*turns: tuple[str, str, bool]) -> dict[str, Any]:
+        messages = [{"role": r, "content": text, "train": yes} for r, text, yes in turns]
+        return {"messages": messages}
+
+    both = [("user", "c", True), ("assistant", "d", True)]
+    first = chat(("user", "a", True), ("assistant", "b", False), *both)
+    second = chat(("user", "e", False), ("assistant", "f", True))
+    nothing = chat(("user", "g", False), ("assistant", "h", False))
+    file = str(jsonl(tmp_path / "chat.jsonl", [first, second, nothing]))
+    words = ["--train_file", file, "--validation_rows", "0", "--fisher_prompts", "0",
+             "--policy", "standard"]  # fmt: skip
+
+    def learned(*more: str) -> list[str]:
+        data = load("sft", tmp_path, *words, *more, small=False)
+        pairs = [zip(row["input_ids"], row["labels"], strict=True) for row in data.train_dataset]
+        return [bytes(i if n >= 0 else ord("-") for i, n in row).decode() for row in pairs]
+
+    assert learned() == ["------d\0", "--f\0"]
+    assert learned("--completion_only_loss", "false") == ["a\n--c\nd\0", "--f\0"]
+    with pytest.raises(ConfigError, match="turns: last, completion_only_loss: false"):
+        learned("--completion_only_loss", "false", "--turns", "last")
+
+
 # --- pairs ----------------------------------------------------------------------------------------
 
 
