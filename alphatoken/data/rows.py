@@ -161,7 +161,7 @@ def row_of(
     weight = row_weight(columns)
     require_read(columns)
     if not fields.prompt_only:
-        require_learned(columns, document=len(turns) == 1)
+        require_learned(columns, document=len(turns) == 1 and not turns[0].message)
     require_text(turns, place)
     if survey is not None:
         survey.add_columns(columns)

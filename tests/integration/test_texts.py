@@ -35,6 +35,7 @@ from alphatoken.train import AlphaDPOTrainer
 from tests.integration import tiny_training as tiny
 from tests.integration.test_data import CHATML, byte_tokenizer, chat, labelled_text, reader
 from tests.integration.tokenizer_kinds import KINDS, kind_of_tokenizer
+from tests.property.test_own_weights import TEMPLATES as MARKED
 from tests.rows import jsonl
 
 Record = dict[str, Any]
@@ -475,6 +476,25 @@ def test_a_template_that_opens_an_answer_otherwise_is_said() -> None:
     assert ids[:start] == opened[:start]
     assert ids[start] != opened[start]
     assert notes[0].startswith("the template opens an answer otherwise than it writes one")
+
+
+@pytest.mark.parametrize("template", [CHATML, "system\n" + CHATML, *MARKED.values()])
+def test_an_answer_alone_is_written_by_the_template_where_it_is_a_message(template: str) -> None:
+    """TRL hands messages to the template, however few; a text stays as it is."""
+    tokenizer, said = byte_tokenizer(template), [{"role": "assistant", "content": "Hello."}]
+    answer = row_of({"messages": said}, 0, "here")
+    ids, labels = encode_row(answer, tokenizer)
+    assert ids == tokenizer.apply_chat_template(said)["input_ids"]
+    before = tokenizer.decode(ids[: next(i for i, label in enumerate(labels) if label >= 0)])
+    assert before.endswith(("<|im_start|>assistant\n", "a="))
+    assert "".join(labelled_text(tokenizer, answer)).startswith("Hello.<")
+    text = "".join(labelled_text(tokenizer, row_of({"text": "Hello."}, 0, "here")))
+    assert text == "Hello.</s>"
+    bare = byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(DataError, match=r"starts with the assistant.*--no_chat_template"):
+        encode_row(answer, bare)
+    with pytest.raises(DataError, match="marked as a bad one"):  # no class of a document
+        row_of({"messages": said, "label": False}, 0, "here")
 
 
 def test_text_that_is_not_learned_and_white_space_are_no_loss_and_are_said() -> None:
