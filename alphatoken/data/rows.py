@@ -422,7 +422,16 @@ def _turn(message: Any, name: str, columns: Columns) -> Turn:
             why="they are not text, and dropping them would change the conversation",
             remedy="write them into the content as text",
         )
-    text, parts_learned = _content(fields.take_first(CONTENT_FIELDS, "content"), name, columns)
+    content = fields.take_first(CONTENT_FIELDS, "content")
+    if ROLES[role] != "assistant" and content in (None, []):  # an answer may be calls alone
+        raise DataError(
+            f"a message of the {ROLES[role]} has no content",
+            got=f"{place} has {fields}",
+            why="null and an empty list count as absent, and the turn would be empty",
+            remedy="write the text as its 'content', or drop the message or the row, or have such "
+            "rows passed over (--on_bad_rows skip; not in evaluate and merge)",
+        )
+    text, parts_learned = _content(content, name, columns)
     thoughts = {key: fields.left[key] for key in THOUGHTS if fields.left.get(key)}
     thought = next(iter(thoughts.values()), "")
     for key in (key for key, other in thoughts.items() if other == thought):

@@ -477,6 +477,22 @@ def test_parts_of_a_content_are_read_as_messages_are(parts: Any, learned: bool |
     assert (turn.text, turn.learned) == ("Good day.", learned)
 
 
+@pytest.mark.parametrize("role", ["user", "human", "system"])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"value": None}, {"content": []}])
+def test_a_message_without_content_is_no_empty_turn(role: str, content: dict[str, Any]) -> None:
+    """But of an answer, which may be calls or thoughts alone, and of a text that is empty."""
+    asked = [{"role": role, **content, "name": "Ada"}, *SAID]
+    known = "user" if role == "human" else role
+    with pytest.raises(DataError, match=f"message of the {known} has no content.*here has 'role'"):
+        row_of({"messages": asked}, 0, "here")
+    with pytest.raises(DataError, match=f"message of the {known} has no content"):
+        row_of({"prompt": asked, "response": "Good day."}, 0, "here")
+    empty = row_of({"messages": [{"role": role, "content": ""}, *SAID]}, 0, "here")
+    assert empty.turns[0].text == ""
+    row = row_of({"messages": [*SAID, SAID[0], {"role": "gpt", **content}]}, 0, "here")
+    assert row.turns[3].text == ""
+
+
 def test_what_a_part_says_beside_its_text_is_named() -> None:
     survey = Survey("a.jsonl")
     content = [part("Good day.", cache_control={"type": "ephemeral"})]
