@@ -25,8 +25,10 @@ from typing import IO, Any, TypeVar
 
 from alphatoken.data.file_kinds import (
     DESCRIPTIONS,
+    JSON,
     READ,
     SUFFIXES,
+    TwiceError,
     json_items,
     json_layout,
     kind_of,
@@ -268,6 +270,7 @@ def _file(path: Path) -> RowSource:
     if kind == "parquet":
         with _parquet_file(path) as file:
             meta = file.metadata
+            _require_one_of_each(path, file.schema_arrow.names)
             groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
         return RowSource("parquet", str(path), sum(groups), file_digest(path), stamp, groups)
     if kind == "table":
@@ -436,6 +439,8 @@ def _json_line(raw: bytes, place: str) -> Record | DataError:
         return _not_utf8(place, error, f" at column {error.start + 1}")
     try:
         record = _object(line)
+    except TwiceError as error:
+        return error.of(place, f"; or {_MEND}")
     except json.JSONDecodeError as error:
         return DataError(
             "broken JSON line",
@@ -463,11 +468,11 @@ def _not_utf8(place: str, error: UnicodeDecodeError, column: str = "") -> DataEr
 
 def _object(line: str) -> Any:
     try:
-        return json.loads(line)
+        return JSON.decode(line)
     except json.JSONDecodeError as error:
         # The comma of a list without its brackets is no part of the row.
         if error.msg == "Extra data" and line[error.pos :].strip() == ",":
-            return json.loads(line[: error.pos])
+            return JSON.decode(line[: error.pos])
         raise
 
 
@@ -518,7 +523,7 @@ def _require_one_of_each(path: Path, header: Sequence[str]) -> None:
             "two columns of the table have one name",
             got=f"{path.name}: {', '.join(map(repr, twice))}",
             why="the rows would lose what stands in the first of them",
-            remedy="rename or drop one of them in the table's first line",
+            remedy="rename or drop one of them",
         )
 
 
