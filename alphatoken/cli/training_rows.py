@@ -12,7 +12,7 @@ from typing import Any
 
 from alphatoken import FisherDrift
 from alphatoken.cli.arguments import Arguments
-from alphatoken.cli.held_apart import Item, came_as_tokens, take_apart
+from alphatoken.cli.held_apart import Item, came_as_tokens, item_keys, take_apart
 from alphatoken.cli.race_rows import left_out_columns, read_race_rows, rows_of_race
 from alphatoken.cli.training_options import FILES, SOURCES, missing_files
 from alphatoken.data import (
@@ -20,7 +20,6 @@ from alphatoken.data import (
     Example,
     Pair,
     Survey,
-    leak_keys,
     pair_of,
     row_of,
     split_pools,
@@ -607,7 +606,7 @@ def _separate(
         id(row): item for name in rows for row, item in zip(rows[name], items[name], strict=True)
     }
     retention = rows.get("retention", [])
-    keys = {key for row in retention for key in leak_keys(row)}
+    keys = {key for item in own.get("retention", ()) for key in item_keys(item)}
     keys |= set(() if fitted is None else fitted.metadata.get("row_keys", ()))
     pools = split_pools(
         rows["train"],
@@ -617,6 +616,7 @@ def _separate(
         fisher_rows=fisher or 0,
         fisher_keys=keys,
         leak_key=data.leak_key,
+        keys=lambda row, by: item_keys(item_of[id(row)], by),
     )
     separate = {name: getattr(pools, name) for name in ("train", "validation", "fisher")}
     separate["retention"] = retention

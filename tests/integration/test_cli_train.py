@@ -122,6 +122,25 @@ def test_rows_are_held_out_and_counted(tmp_path: Path) -> None:
     assert len(data.train_dataset) == 23 - 4 - again
 
 
+def test_a_row_with_the_tokens_of_a_held_out_row_is_removed(tmp_path: Path) -> None:
+    """Whatever its text: as a document it has no prompt that could be the same."""
+    held, watched, fisher = rows(3, 100)
+    whole = [{"text": f"{row['prompt']}\n{row['response']}"} for row in (held, watched, fisher)]
+    train = [*rows(6), *whole]
+    words = ["--train_file", str(jsonl(tmp_path / "train.jsonl", train))]
+    for name, row in (
+        ("validation_file", held),
+        ("retention_data", watched),
+        ("fisher_data", fisher),
+    ):
+        words += [f"--{name}", str(jsonl(tmp_path / f"{name}.jsonl", [row]))]
+    data = load("sft", tmp_path, *words, "--objective", "both", small=False)
+    assert len(data.train_dataset) == 6
+    said = " ".join(data.notes)
+    assert "1 training rows repeat a validation row" in said
+    assert "2 training rows repeat a retention row or a prompt of the Fisher" in said
+
+
 @pytest.mark.parametrize("base", ["laptop-sft", "laptop-lora", "metamath-gemma"])
 def test_the_recommended_race_trains_on_every_row(base: str, tmp_path: Path) -> None:
     """Whatever the recipe below draws for a Fisher, which is not fitted here."""

@@ -309,6 +309,24 @@ def test_pairs_are_taken_as_they_are_all_or_none(tmp_path: Path) -> None:
         reader("dpo", tokenizer, jsonl(tmp_path / "dpo.jsonl", [one])).training_rows()
 
 
+def test_a_filled_template_repeats_the_messages_that_it_is_made_of(tmp_path: Path) -> None:
+    """Texts that differ are one row to the model where their tokens are the same."""
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.eos_token = "<|im_end|>"
+    held = [{"prompt": "Name a bird.", "response": "A wren."}, {"prompt": "", "response": "A wren"}]
+    rows = [
+        {"text": USER + HEAD + "A wren.<|im_end|>"},
+        {"prompt": USER + HEAD, "response": "Owl."},
+    ]
+    rows += [{"prompt": "Name a tree.", "response": "A wren."}, {"prompt": "", "response": "Owl."}]
+    corpus = Corpus(find_source(jsonl(tmp_path / "rows.jsonl", rows)), Fields(), tokenizer)
+    keys = corpus.keys_of([row_of(record, n, "held") for n, record in enumerate(held)])
+    for by, left in (("prompt", [2, 3]), ("conversation", [1, 2, 3])):
+        one = replace(corpus, validation=keys, leak_key=by)
+        assert [example.row.index for example in one.examples()] == left
+        assert one.survey().counts["removed_same_as_validation"] == 4 - len(left)
+
+
 @pytest.mark.slow
 def test_what_trls_templates_write_is_taken_as_it_is_and_learned_whole() -> None:
     """Those of fifty families that TRL ships; those of images write no text, and are refused."""
