@@ -28,7 +28,7 @@ from alphatoken.data.encode import encode_example
 from alphatoken.data.markers import is_filled, require_one_form
 from alphatoken.data.messages import ROW_WEIGHTS
 from alphatoken.data.pairs import is_longer, pair_problem, preference_record, weights_of_pair
-from alphatoken.data.rows import KEEP_MARKS, UNLEARNED, Row, Turn
+from alphatoken.data.rows import ASKED, KEEP_MARKS, UNLEARNED, Row, Turn
 from alphatoken.data.source import SourceRow, find_source, usable_rows
 from alphatoken.data.split import about_pools
 from alphatoken.data.texts import LEFT_OUT, TOKENS_DIGEST
@@ -309,6 +309,7 @@ class RowReader:
         if args.completion_only_loss is False:
             whole = whole_labels(row, example.input_ids, self.tokenizer, self.how)
             example = replace(example, labels=whole)
+            survey.notes.pop(ASKED, None)  # here it is learned
         if weights != "refused":
             own = turn_weights(row, example.input_ids, example.labels, self.tokenizer, self.how)
             example = replace(example, weights=own)

@@ -62,6 +62,8 @@ class Turn:
 
 UNLEARNED = "no turn is to be learned by its marks"
 """Why a row without labels is left out, where its responses are not empty."""
+ASKED = "a turn of the user or the system is marked as learned, and is not"
+"""Note on a mark that says nothing where answers alone are learned."""
 KEEP_MARKS = (
     "mend the marks of the messages, or leave them aside: --unread_columns with their names, such "
     "as train,weight (in Python Fields(unread=...))"
@@ -441,7 +443,7 @@ def _turn(message: Any, name: str, columns: Columns) -> Turn:
         columns.notes.append("turns have weights")
     learned = is_learned(fields, rejected=name == "rejected")
     if ROLES[role] != "assistant" and learned and "mark" in fields.form:
-        columns.notes.append("a turn of the user or the system is marked as learned, and is not")
+        columns.notes.append(ASKED)
     require_read(fields, "a message's field")
     columns.leave(name, fields)
     thought, _ = _content(thought, name, columns)

@@ -464,7 +464,9 @@ def test_chats_are_written_by_the_template_or_as_text(tmp_path: Path) -> None:
     assert first("--completion_only_loss", "false") == (whole, whole)
 
 
-def test_marked_turns_stay_out_of_the_loss_of_whole_rows(tmp_path: Path) -> None:
+def test_marked_turns_stay_out_of_the_loss_of_whole_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Those of the user too; ``--completion_only_loss false`` learns what no mark leaves out."""
 
     def chat(*turns: tuple[str, str, bool]) -> dict[str, Any]:
@@ -485,7 +487,11 @@ def test_marked_turns_stay_out_of_the_loss_of_whole_rows(tmp_path: Path) -> None
         return [bytes(i if n >= 0 else ord("-") for i, n in row).decode() for row in pairs]
 
     assert learned() == ["------d\0", "--f\0"]
+    assert "the user or the system is marked as learned, and is not" in caplog.text
+    caplog.clear()
     assert learned("--completion_only_loss", "false") == ["a\n--c\nd\0", "--f\0"]
+    assert "and is not" not in caplog.text
+    assert "left out: no turn is to be learned by its marks (chat.jsonl, line 3)" in caplog.text
     with pytest.raises(ConfigError, match="turns: last, completion_only_loss: false"):
         learned("--completion_only_loss", "false", "--turns", "last")
 
