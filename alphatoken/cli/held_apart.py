@@ -60,8 +60,8 @@ def apart_from(held_out: Sequence[Item], items: Sequence[T], by: str) -> tuple[l
 
 def item_keys(item: Item, by: str = "prompt") -> set[str]:
     """``leak_keys`` of a row and, where it is encoded here, those of its tokens."""
-    of_tokens = token_keys(item, by) if isinstance(item, Example) else set[str]()
-    return leak_keys(item.row, by) | of_tokens
+    tokens = item if isinstance(item, Example) else item.written
+    return leak_keys(item.row, by) | (set() if tokens is None else token_keys(tokens, by))
 
 
 def came_as_tokens(item: Item) -> TypeGuard[Example]:

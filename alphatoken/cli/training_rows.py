@@ -298,8 +298,9 @@ class RowReader:
                 optional=optional,
             )
             pair = pair_of(record, index, place, columns, survey)
-            survey.notes.update(self._pair_notes(pair))
-            return pair
+            chosen, notes = self._written(pair)
+            survey.notes.update(notes)
+            return replace(pair, written=chosen)
         columns = replace(
             data.fields, text=args.dataset_text_field, optional=optional, weights=weights
         )
@@ -315,21 +316,22 @@ class RowReader:
             example = replace(example, weights=own)
         return example
 
-    def _pair_notes(self, pair: Pair) -> set[str]:
+    def _written(self, pair: Pair) -> tuple[Example, set[str]]:
+        """The chosen side of a pair as tokens, and notes on how both sides are written."""
         sides = [replace(pair.row, turns=(*pair.prompt, *s)) for s in (pair.chosen, pair.rejected)]
         require_one_form(sides, self.tokenizer)
         how, notes = replace(self.how, turns="last"), set[str]()
-        for row, turns in zip(sides, (pair.chosen, pair.rejected), strict=True):
-            of_side = encode_example(row, self.tokenizer, how).notes
-            if len(turns) > 1 and LEFT_OUT in of_side:
+        written = [encode_example(row, self.tokenizer, how) for row in sides]
+        for one, turns in zip(written, (pair.chosen, pair.rejected), strict=True):
+            if len(turns) > 1 and LEFT_OUT in one.notes:
                 raise DataError(
                     "the text of a response would be lost",
                     got=pair.place,
                     why="the chat template does not write all turns of it",
                     remedy="one row a turn, or leave the template out (--no_chat_template)",
                 )
-            notes |= {*of_side}
-        return notes
+            notes |= {*one.notes}
+        return written[0], notes
 
     def _problem(self, item: Item) -> str | None:
         args = self.arguments.training

@@ -37,6 +37,7 @@ from alphatoken.train.options import AlphaOptions
 from alphatoken.train.records import REPORT
 from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration.small_world import exchanges, make_tokenizer, saved_model
+from tests.integration.test_data import CHATML, byte_tokenizer
 from tests.places import nightly
 from tests.rows import jsonl
 
@@ -139,6 +140,20 @@ def test_a_row_with_the_tokens_of_a_held_out_row_is_removed(tmp_path: Path) -> N
     said = " ".join(data.notes)
     assert "1 training rows repeat a validation row" in said
     assert "2 training rows repeat a retention row or a prompt of the Fisher" in said
+
+
+def test_a_pair_with_the_tokens_of_a_held_out_pair_is_removed(tmp_path: Path) -> None:
+    """A filled template beside messages; both are tokens as ``dpo`` trains on them."""
+    made = byte_tokenizer(CHATML)
+    held = {"prompt": "Name a bird.", "chosen": "A wren.", "rejected": "A cat."}
+    filled = "<|im_start|>user\nName a bird.<|im_end|>\n<|im_start|>assistant\n"
+    train = [{**held, "prompt": filled, "chosen": "An owl."},
+             {**held, "prompt": filled.replace("bird", "tree")}]  # fmt: skip
+    words = ["--train_file", str(jsonl(tmp_path / "train.jsonl", train)), "--validation_file",
+             str(jsonl(tmp_path / "held.jsonl", [held])), "--retention", "none"]  # fmt: skip
+    data = load("dpo", tmp_path, *words, tokenizer=made, small=False)
+    assert [row["prompt"] for row in data.train_dataset] == [train[1]["prompt"]]
+    assert "1 training rows repeat a validation row or prompt and were removed" in str(data.notes)
 
 
 @pytest.mark.parametrize("base", ["laptop-sft", "laptop-lora", "metamath-gemma"])

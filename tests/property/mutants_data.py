@@ -97,7 +97,7 @@ CORPORA = (
         ("cli.held_apart.apart_from", "if any(map(came_as_tokens, items))", "if False")),
     row("rows-of-texts-compared-by-their-texts", _apart(True),
         "a row whose tokens are those of a row that is measured is trained on, if its text differs",
-        ("cli.held_apart.item_keys", "if isinstance(item, Example) else", "if False else")),
+        ("cli.held_apart.item_keys", "set() if tokens is None else", "set() if True else")),
     row("a-prompt-of-tokens-beside-conversations", _apart(False),
         "rows whose prompts are the same tokens are left out against --leak_key conversation",
         ("data.split.token_keys", 'by == "prompt" and ', "")),
