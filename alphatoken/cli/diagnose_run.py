@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 
 from alphatoken import FisherDrift
 from alphatoken.cli.diagnose_options import PROMPTS, DiagnoseOptions, entries_of, read_request
+from alphatoken.cli.held_apart import take_apart
 from alphatoken.config import WALK
 from alphatoken.data import EncodeOptions, Example, Fields, Pools, Row, read_rows, split_pools
 from alphatoken.data.encode import about_encoding
@@ -424,6 +426,9 @@ def prepare(options: DiagnoseOptions) -> tuple[Subject, dict[str, Any], list[str
     how = replace(how, on_empty="skip")  # of the others such rows are counted, never an error
     held_out = encode(pools.fisher, "Fisher prompts", how) if pools.fisher else []
     retention_examples = {n: encode(rows, f"retention ({n})", how) for n, rows in retention.items()}
+    measured = [*validation, *held_out, *chain.from_iterable(retention_examples.values())]
+    # By their texts they are apart already.
+    notes += take_apart(measured, "a held-out row", {"training": train}, options.leak_key)
     model = options.model()
     before, beside = options.reference, beside_models(options.beside)
     reference = None if before is None else _other(model, options, before, "--reference")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from alphatoken.data import Example, Pair, leak_keys
-from alphatoken.data.split import repeated_in
+from alphatoken.data.split import token_keys
 from alphatoken.errors import DataError
 from alphatoken.model.batch import IGNORE
 
 Item = Example | Pair
 """An example to train on; other rows are compared with its ``row``."""
+T = TypeVar("T", bound=Item)
 
 
 def take_apart(
-    held_out: Sequence[Item], what: str, others: Mapping[str, list[Item]], by: str
+    held_out: Sequence[Item], what: str, others: Mapping[str, list[T]], by: str
 ) -> list[str]:
     """Take what repeats the rows ``held_out`` out of the others, in place; say how much, by name.
 
@@ -44,17 +45,23 @@ def take_apart(
     return notes
 
 
-def apart_from(held_out: Sequence[Item], items: Sequence[Item], by: str) -> tuple[list[Item], int]:
+def apart_from(held_out: Sequence[Item], items: Sequence[T], by: str) -> tuple[list[T], int]:
     """Items that repeat none of the rows ``held_out``, and how many do."""
-    keys = {"rows": {key for item in held_out for key in leak_keys(item.row)}}
+    keys = {key for item in held_out for key in item_keys(item)}
     repeats = _same_tokens(held_out, by) if any(map(came_as_tokens, items)) else None
     kept = [
         item
         for item in items
-        if repeated_in(item.row, keys, by) is None
+        if keys.isdisjoint(item_keys(item, by))
         and not (repeats and came_as_tokens(item) and repeats(item))
     ]
     return kept, len(items) - len(kept)
+
+
+def item_keys(item: Item, by: str = "prompt") -> set[str]:
+    """``leak_keys`` of a row and, where it is encoded here, those of its tokens."""
+    tokens = item if isinstance(item, Example) else item.written
+    return leak_keys(item.row, by) | (set() if tokens is None else token_keys(tokens, by))
 
 
 def came_as_tokens(item: Item) -> TypeGuard[Example]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from alphatoken import FisherDrift
 from alphatoken.cli.arguments import Arguments
-from alphatoken.cli.held_apart import Item, came_as_tokens, take_apart
+from alphatoken.cli.held_apart import Item, came_as_tokens, item_keys, take_apart
 from alphatoken.cli.race_rows import left_out_columns, read_race_rows, rows_of_race
 from alphatoken.cli.training_options import FILES, SOURCES, missing_files
 from alphatoken.data import (
@@ -20,7 +20,6 @@ from alphatoken.data import (
     Example,
     Pair,
     Survey,
-    leak_keys,
     pair_of,
     row_of,
     split_pools,
@@ -29,7 +28,7 @@ from alphatoken.data.encode import encode_example
 from alphatoken.data.markers import is_filled, require_one_form
 from alphatoken.data.messages import ROW_WEIGHTS
 from alphatoken.data.pairs import is_longer, pair_problem, preference_record, weights_of_pair
-from alphatoken.data.rows import KEEP_MARKS, UNLEARNED, Row, Turn
+from alphatoken.data.rows import ASKED, KEEP_MARKS, UNLEARNED, Row, Turn
 from alphatoken.data.source import SourceRow, find_source, usable_rows
 from alphatoken.data.split import about_pools
 from alphatoken.data.texts import LEFT_OUT, TOKENS_DIGEST
@@ -40,6 +39,7 @@ from alphatoken.data.weights import (
     listed_weights,
     no_weights,
     turn_weights,
+    whole_labels,
 )
 from alphatoken.errors import ConfigError, DataError, InputError, counted, short
 from alphatoken.model.batch import IGNORE
@@ -67,7 +67,8 @@ def check_rows(arguments: Arguments, *, reads_fisher: bool | None = None) -> Non
 
     Raises:
         ConfigError: no source of the training rows or two, a missing file, a stream, evaluation
-            without rows; values or a policy without validation rows; a Fisher that nothing reads.
+            without rows; labels of the last answer and of all of a row; values or a policy without
+            validation rows; a Fisher that nothing reads.
     """
     own = arguments.training.reads_fisher if reads_fisher is None else reads_fisher
     raise_first(chain(_refused_sources(arguments), _refused_rows(arguments, own)))
@@ -113,6 +114,12 @@ def _refused_rows(arguments: Arguments, reads_fisher: bool) -> Iterator[ConfigEr
             "values need a validation dataset",
             got="no --validation_file, and --validation_rows 0 draws none",
             remedy="--validation_file FILE, of a few clean rows of the target",
+        )
+    if data.turns == "last" and getattr(args, "completion_only_loss", None) is False:
+        yield ConfigError(
+            "the last answer alone and all of a row cannot both be learned",
+            got="turns: last, completion_only_loss: false",
+            remedy="leave one of them out",
         )
     clean_first = args.policy == "validation-first"
     if args.policy in ("validation-first", "validation-mix") and data.validation_file is None:
@@ -291,8 +298,9 @@ class RowReader:
                 optional=optional,
             )
             pair = pair_of(record, index, place, columns, survey)
-            survey.notes.update(self._pair_notes(pair))
-            return pair
+            chosen, notes = self._written(pair)
+            survey.notes.update(notes)
+            return replace(pair, written=chosen)
         columns = replace(
             data.fields, text=args.dataset_text_field, optional=optional, weights=weights
         )
@@ -300,27 +308,30 @@ class RowReader:
         example = encode_example(row, self.tokenizer, self.how)
         survey.notes.update(dict.fromkeys(example.notes, 1))
         if args.completion_only_loss is False:
-            example = replace(example, labels=example.input_ids)
+            whole = whole_labels(row, example.input_ids, self.tokenizer, self.how)
+            example = replace(example, labels=whole)
+            survey.notes.pop(ASKED, None)  # here it is learned
         if weights != "refused":
             own = turn_weights(row, example.input_ids, example.labels, self.tokenizer, self.how)
             example = replace(example, weights=own)
         return example
 
-    def _pair_notes(self, pair: Pair) -> set[str]:
+    def _written(self, pair: Pair) -> tuple[Example, set[str]]:
+        """The chosen side of a pair as tokens, and notes on how both sides are written."""
         sides = [replace(pair.row, turns=(*pair.prompt, *s)) for s in (pair.chosen, pair.rejected)]
         require_one_form(sides, self.tokenizer)
         how, notes = replace(self.how, turns="last"), set[str]()
-        for row, turns in zip(sides, (pair.chosen, pair.rejected), strict=True):
-            of_side = encode_example(row, self.tokenizer, how).notes
-            if len(turns) > 1 and LEFT_OUT in of_side:
+        written = [encode_example(row, self.tokenizer, how) for row in sides]
+        for one, turns in zip(written, (pair.chosen, pair.rejected), strict=True):
+            if len(turns) > 1 and LEFT_OUT in one.notes:
                 raise DataError(
                     "the text of a response would be lost",
                     got=pair.place,
                     why="the chat template does not write all turns of it",
                     remedy="one row a turn, or leave the template out (--no_chat_template)",
                 )
-            notes |= {*of_side}
-        return notes
+            notes |= {*one.notes}
+        return written[0], notes
 
     def _problem(self, item: Item) -> str | None:
         args = self.arguments.training
@@ -598,7 +609,7 @@ def _separate(
         id(row): item for name in rows for row, item in zip(rows[name], items[name], strict=True)
     }
     retention = rows.get("retention", [])
-    keys = {key for row in retention for key in leak_keys(row)}
+    keys = {key for item in own.get("retention", ()) for key in item_keys(item)}
     keys |= set(() if fitted is None else fitted.metadata.get("row_keys", ()))
     pools = split_pools(
         rows["train"],
@@ -608,6 +619,7 @@ def _separate(
         fisher_rows=fisher or 0,
         fisher_keys=keys,
         leak_key=data.leak_key,
+        keys=lambda row, by: item_keys(item_of[id(row)], by),
     )
     separate = {name: getattr(pools, name) for name in ("train", "validation", "fisher")}
     separate["retention"] = retention

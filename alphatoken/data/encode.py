@@ -332,7 +332,9 @@ def _encode(row: Row, tokenizer: Any, options: EncodeOptions) -> Encoded:
     # A template would dress an empty response in markers; with no text there is nothing to learn.
     answers = [i for i in labelled if row.turns[i].learned and _says(row.turns[i], tokenizer)]
     verbatim, notes = is_filled(row, tokenizer), list[str]()
-    if as_text := verbatim or not _uses_template(tokenizer, options) or len(row.turns) == 1:
+    # A text without a prompt stays as it is; an answer that came as a message is written as one.
+    document = len(row.turns) == 1 and not row.turns[0].message
+    if as_text := verbatim or not _uses_template(tokenizer, options) or document:
         text = "".join(pieces := text_pieces(row.turns, tokenizer, verbatim=verbatim))
         ids, labels = whole_text(pieces, answers, tokenizer)
     else:

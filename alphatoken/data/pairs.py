@@ -7,11 +7,12 @@ begin alike. All become turns here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from alphatoken.data.encode import Example
 from alphatoken.data.markers import is_filled
 from alphatoken.data.messages import (
     CHATS,
@@ -49,7 +50,7 @@ class Pair:
     """One pair of a data file; ``index``, ``place`` and ``weight`` as for :class:`Row`.
 
     ``chosen`` and ``rejected`` are what follows the common ``prompt``: one assistant turn each, as
-    a rule.
+    a rule. ``written`` is the chosen conversation as tokens, where it was made.
     """
 
     index: int
@@ -58,6 +59,7 @@ class Pair:
     chosen: tuple[Turn, ...]
     rejected: tuple[Turn, ...]
     weight: float | None = None
+    written: Example | None = field(default=None, compare=False, repr=False)
 
     @property
     def row(self) -> Row:

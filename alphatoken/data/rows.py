@@ -62,6 +62,8 @@ class Turn:
 
 UNLEARNED = "no turn is to be learned by its marks"
 """Why a row without labels is left out, where its responses are not empty."""
+ASKED = "a turn of the user or the system is marked as learned, and is not"
+"""Note on a mark that says nothing where answers alone are learned."""
 KEEP_MARKS = (
     "mend the marks of the messages, or leave them aside: --unread_columns with their names, such "
     "as train,weight (in Python Fields(unread=...))"
@@ -161,7 +163,7 @@ def row_of(
     weight = row_weight(columns)
     require_read(columns)
     if not fields.prompt_only:
-        require_learned(columns, document=len(turns) == 1)
+        require_learned(columns, document=len(turns) == 1 and not turns[0].message)
     require_text(turns, place)
     if survey is not None:
         survey.add_columns(columns)
@@ -422,7 +424,16 @@ def _turn(message: Any, name: str, columns: Columns) -> Turn:
             why="they are not text, and dropping them would change the conversation",
             remedy="write them into the content as text",
         )
-    text, parts_learned = _content(fields.take_first(CONTENT_FIELDS, "content"), name, columns)
+    content = fields.take_first(CONTENT_FIELDS, "content")
+    if ROLES[role] != "assistant" and content in (None, []):  # an answer may be calls alone
+        raise DataError(
+            f"a message of the {ROLES[role]} has no content",
+            got=f"{place} has {fields}",
+            why="null and an empty list count as absent, and the turn would be empty",
+            remedy="write the text as its 'content', or drop the message or the row, or have such "
+            "rows passed over (--on_bad_rows skip; not in evaluate and merge)",
+        )
+    text, parts_learned = _content(content, name, columns)
     thoughts = {key: fields.left[key] for key in THOUGHTS if fields.left.get(key)}
     thought = next(iter(thoughts.values()), "")
     for key in (key for key, other in thoughts.items() if other == thought):
@@ -432,7 +443,7 @@ def _turn(message: Any, name: str, columns: Columns) -> Turn:
         columns.notes.append("turns have weights")
     learned = is_learned(fields, rejected=name == "rejected")
     if ROLES[role] != "assistant" and learned and "mark" in fields.form:
-        columns.notes.append("a turn of the user or the system is marked as learned, and is not")
+        columns.notes.append(ASKED)
     require_read(fields, "a message's field")
     columns.leave(name, fields)
     thought, _ = _content(thought, name, columns)

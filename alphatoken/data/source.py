@@ -25,8 +25,10 @@ from typing import IO, Any, TypeVar
 
 from alphatoken.data.file_kinds import (
     DESCRIPTIONS,
+    JSON,
     READ,
     SUFFIXES,
+    TwiceError,
     json_items,
     json_layout,
     kind_of,
@@ -183,6 +185,7 @@ class RowSource:
             rows of each row group of "parquet".
         parts: the files of a "folder", one after the other by name.
         unread: files of a "folder" that are not read, each with the reason.
+        over: rows of a table by tabs of which a quoted text runs over lines.
     """
 
     kind: str
@@ -193,6 +196,7 @@ class RowSource:
     marks: Sequence[Any] = ()
     parts: tuple[RowSource, ...] = ()
     unread: tuple[tuple[str, str], ...] = ()
+    over: int = 0
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[SourceRow]:
         """Rows ``start`` to ``stop`` (the last one excluded), in order.
@@ -215,14 +219,17 @@ class RowSource:
     def survey(self) -> Survey:
         """An empty survey of the rows, which knows the files of a folder."""
         files = [Path(part.path).name for part in self.parts]
-        return Survey(Path(self.path).name or str(self.path), files, self.unread)
+        survey = Survey(Path(self.path).name or str(self.path), files, self.unread)
+        if over := self.over + sum(part.over for part in self.parts):
+            survey.notes[_OVER] = over
+        return survey
 
     def limited(self, rows: int | None) -> RowSource:
         """The first rows alone; None leaves all."""
         if rows is None or rows >= self.rows:
             return self
         digest = hashlib.sha256(f"{self.sha256} {rows}".encode()).hexdigest()
-        return replace(self, rows=rows, sha256=digest)
+        return replace(self, rows=rows, sha256=digest, over=min(self.over, rows))
 
 
 def source_of(document: Mapping[str, Any]) -> RowSource:
@@ -268,11 +275,13 @@ def _file(path: Path) -> RowSource:
     if kind == "parquet":
         with _parquet_file(path) as file:
             meta = file.metadata
+            _require_one_of_each(path, file.schema_arrow.names)
             groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
         return RowSource("parquet", str(path), sum(groups), file_digest(path), stamp, groups)
     if kind == "table":
-        rows = sum(1 for _ in _cells(path))
-        return RowSource("table", str(path), rows, file_digest(path), stamp)
+        over = [over for _, over, _ in _cells(path)]
+        digest = file_digest(path)
+        return RowSource("table", str(path), len(over), digest, stamp, over=sum(over))
     if json_layout(path) == "list":
         return RowSource("list", str(path), len(_items(path, stamp)), file_digest(path), stamp)
     marks, rows, digest = _lines(path)
@@ -436,6 +445,8 @@ def _json_line(raw: bytes, place: str) -> Record | DataError:
         return _not_utf8(place, error, f" at column {error.start + 1}")
     try:
         record = _object(line)
+    except TwiceError as error:
+        return error.of(place, f"; or {_MEND}")
     except json.JSONDecodeError as error:
         return DataError(
             "broken JSON line",
@@ -463,19 +474,29 @@ def _not_utf8(place: str, error: UnicodeDecodeError, column: str = "") -> DataEr
 
 def _object(line: str) -> Any:
     try:
-        return json.loads(line)
+        return JSON.decode(line)
     except json.JSONDecodeError as error:
         # The comma of a list without its brackets is no part of the row.
         if error.msg == "Extra data" and line[error.pos :].strip() == ",":
-            return json.loads(line[: error.pos])
+            return JSON.decode(line[: error.pos])
         raise
 
 
 # --- columns --------------------------------------------------------------------------------------
 
 
-def _cells(path: Path) -> Iterator[tuple[int, dict[str, str] | DataError]]:
-    """Last line and record of each row of a CSV or TSV file; all cells are texts.
+# In tables by tabs quotes are often plain characters: one at the head of a text swallows all up to
+# the next one. Others (pandas, datasets, spreadsheets) quote there as in CSV, and so does this.
+_OVER = (
+    'a quoted text runs over several lines of the table (one that begins with a plain " must stand '
+    'in quotes, with "" for it)'
+)
+
+
+def _cells(path: Path) -> Iterator[tuple[int, bool, dict[str, str] | DataError]]:
+    """First line and record of each row of a CSV or TSV file; all cells are texts.
+
+    Between the two, whether a row of a table by tabs runs over lines.
 
     Raises:
         DataError: not UTF-8, quotes that do not close, or two columns of one name.
@@ -485,27 +506,30 @@ def _cells(path: Path) -> Iterator[tuple[int, dict[str, str] | DataError]]:
         try:
             first = file.readline()
             marks = "\t" if suffix_of(path) == ".tsv" else ",;\t"
-            table = csv.reader(
-                chain([first], file), delimiter=max(marks, key=first.count), strict=True
-            )
+            mark, line = max(marks, key=first.count), 0
+            table = csv.reader(chain([first], file), delimiter=mark, strict=True)
             header = next(table, [])
             _require_one_of_each(path, header)
-            for cells in filter(None, table):
+            line = table.line_num
+            for cells in table:
+                first_line, line = line + 1, table.line_num
+                if not cells:
+                    continue
                 record: dict[str, str] | DataError = dict(zip(header, cells, strict=False))
                 if len(cells) != len(header):
                     record = DataError(
                         "a row of the table has not as many cells as the header",
-                        got=f"{path.name}, line {table.line_num}: {len(cells)} cells, "
+                        got=f"{path.name}, line {first_line}: {len(cells)} cells, "
                         f"{len(header)} columns",
                         remedy=f'put texts that hold the delimiter into quotes ("..."); {_MEND}',
                     )
-                yield table.line_num, record
+                yield first_line, mark == "\t" and line > first_line, record
         except UnicodeDecodeError as error:
             raise _not_utf8(path.name, error) from None
         except csv.Error as error:
             raise DataError(
                 "the table cannot be read",
-                got=f"{path.name}, line {table.line_num}: {error}",
+                got=f"{path.name}, from line {line + 1} on: {error}",
                 remedy='close each quote, and double those inside a text ("a ""b"" c")',
             ) from None
         finally:
@@ -518,12 +542,12 @@ def _require_one_of_each(path: Path, header: Sequence[str]) -> None:
             "two columns of the table have one name",
             got=f"{path.name}: {', '.join(map(repr, twice))}",
             why="the rows would lose what stands in the first of them",
-            remedy="rename or drop one of them in the table's first line",
+            remedy="rename or drop one of them",
         )
 
 
 def _read_table(source: RowSource, path: Path, start: int, stop: int) -> Iterator[SourceRow]:
-    for index, (line, record) in enumerate(islice(_cells(path), start, stop), start=start):
+    for index, (line, _, record) in enumerate(islice(_cells(path), start, stop), start=start):
         yield SourceRow(index, f"{path.name}, line {line}", record)
 
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 import hashlib
 import random
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from alphatoken.data.encode import Example, prompt_tokens
 from alphatoken.data.rows import KEEP_MARKS, Row
 from alphatoken.errors import ConfigError, DataError
+from alphatoken.model.batch import IGNORE
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,28 @@ def leak_keys(row: Row, by: str = "prompt") -> set[str]:
     return keys | {_digest("row", "\x1f".join(turns))}
 
 
-def repeated_in(row: Row, pools: Mapping[str, Collection[str]], by: str = "prompt") -> str | None:
-    """The first of these pools, name -> ``leak_keys`` of its rows, that has this row as well."""
-    keys = leak_keys(row, by)
-    return next((name for name, others in pools.items() if not keys.isdisjoint(others)), None)
+def token_keys(example: Example, by: str = "prompt") -> set[str]:
+    """The same of the tokens of a row: texts that differ may be one row to the model.
+
+    A filled template is one beside the messages that it is made of, and so is a text that begins
+    with the start token. Tokens behind the last label make no difference.
+    """
+    ids, labels = example.input_ids, example.labels
+    last = max((i for i, label in enumerate(labels) if label != IGNORE), default=len(ids) - 1)
+    keys = {_digest("tokens", _hex(ids)), _digest("tokens", _hex(ids[: last + 1]))}
+    prompt = prompt_tokens(ids, labels)
+    if by == "prompt" and len(prompt) < len(ids) and normalise(example.row.prompt):
+        keys.add(_digest("prompt tokens", _hex(prompt)))
+    return keys
+
+
+def repeated_in(keys: Collection[str], pools: Mapping[str, AbstractSet[str]]) -> str | None:
+    """The first of these pools, name -> keys of its rows, that has the row with these ``keys``."""
+    return next((name for name, others in pools.items() if not others.isdisjoint(keys)), None)
+
+
+def _hex(ids: Sequence[int]) -> str:
+    return array("q", ids).tobytes().hex()
 
 
 def _digest(kind: str, text: str) -> str:
@@ -63,6 +85,7 @@ def split_pools(
     fisher_keys: Collection[str] = (),
     leak_key: str = "prompt",
     seed: int = 0,
+    keys: Callable[[Row, str], set[str]] = leak_keys,
 ) -> Pools:
     """Training pool = data minus validation rows minus Fisher prompts, and what repeats them.
 
@@ -79,6 +102,7 @@ def split_pools(
         fisher_keys: :func:`leak_keys` of the rows a Fisher was fitted on earlier.
         leak_key: "conversation" lets rows share their prompt, and compares them as wholes.
         seed: of the draw.
+        keys: of a row, by ``leak_key``; rows that have one in common repeat each other.
 
     Returns:
         The pools. Order within each is the order of the input. A row that is in the validation
@@ -97,13 +121,14 @@ def split_pools(
     drawn_fisher, rest = _draw(rest, fisher_rows, "Fisher prompts", seed + 1)
     prompts = list(fisher) if fisher is not None else drawn_fisher
 
-    validation_keys = _all_keys(validation_pool)
-    fisher_pool = [row for row in prompts if not validation_keys & leak_keys(row, leak_key)]
-    kept_out = _all_keys(fisher_pool) | set(fisher_keys)
+    validation_keys = _all_keys(validation_pool, keys)
+    fisher_pool = [row for row in prompts if not validation_keys & keys(row, leak_key)]
+    kept_out = _all_keys(fisher_pool, keys) | set(fisher_keys)
     train: list[Row] = []
     leaks = {"validation": 0, "fisher": 0}
     for row in rest:
-        pool = repeated_in(row, {"validation": validation_keys, "fisher": kept_out}, leak_key)
+        held_out = {"validation": validation_keys, "fisher": kept_out}
+        pool = repeated_in(keys(row, leak_key), held_out)
         if pool is None:
             train.append(row)
         else:
@@ -161,8 +186,8 @@ def about_pools(counts: Mapping[str, int], fisher_rows: str = "retention rows") 
     ]
 
 
-def _all_keys(rows: Sequence[Row]) -> set[str]:
-    return {key for row in rows for key in leak_keys(row)}
+def _all_keys(rows: Sequence[Row], keys: Callable[[Row, str], set[str]]) -> set[str]:
+    return {key for row in rows for key in keys(row, "prompt")}
 
 
 # Kind of drawn rows -> options that draw fewer.

@@ -243,8 +243,8 @@ def _spanned(row: Row, labelled: Sequence[int], text: str, tokenizer: Any) -> En
 def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int, bool]:
     """Characters [start, end) of an assistant turn in the text; True if it is opened otherwise."""
     question, answer = (replace(row, turns=row.turns[:count]) for count in (index, index + 1))
-    before = render(question, tokenizer, generation=True) if index else ""
     through = render(answer, tokenizer)
+    before = render(question, tokenizer, generation=True) if index else _first(through, tokenizer)
     start = len(before)
     # Where the template opens an answer otherwise than it writes one (with a thought, say), the
     # turn begins where the two part, as in TRL.
@@ -258,7 +258,7 @@ def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int, bo
             + (
                 "the text rendered up to this turn is not a prefix of the whole"
                 if index
-                else "the conversation starts with the assistant"
+                else "the conversation starts with the assistant, and is not opened as answers are"
             ),
             why="labels would fall on tokens that are not the response",
         )
@@ -268,6 +268,14 @@ def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int, bo
     if content.strip() and answer_text.endswith(content.rstrip()):
         return start, len(through), otherwise
     return start, start + len(answer_text), otherwise
+
+
+def _first(text: str, tokenizer: Any) -> str:
+    """A conversation that starts with an answer, up to there; "" where that cannot be told."""
+    asked = Row(0, "a question", (Turn("user", "a"),))
+    whole, before = render(asked, tokenizer, generation=True), render(asked, tokenizer)
+    opening = whole[len(before) :] if whole.startswith(before) else ""
+    return text[: text.index(opening) + len(opening)] if opening and opening in text else ""
 
 
 # --- tokens back to text --------------------------------------------------------------------------

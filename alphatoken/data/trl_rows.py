@@ -302,6 +302,8 @@ def lost_of_messages(row: Mapping[str, Any], weights: str = "refused") -> str:
         for message in _messages_of({column: row.get(column)}):
             if mark := mark_of(message, rejected=column == "rejected", weights=weights):
                 return f"a turn that is marked as not to be trained on: {mark}"
+            if is_prompt(message) and content_of(message) in (None, []):
+                return f"a message of the {role_of(message)} without content"
             if isinstance(content_of(message), list) and not pictures:
                 return "a content that is no text"
     return ""

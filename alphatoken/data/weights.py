@@ -51,7 +51,7 @@ def turn_weights(
     A weight of an assistant's turn is that of its tokens with its end token, as
     :func:`~alphatoken.data.encode_row` labels them, and of what the template writes after the last
     one; a turn that is not to be learned has 0. Tokens outside of the answers have the weight that
-    all other turns state alike.
+    all other turns state alike, which is 0 where they are marked as not to be learned.
 
     Args:
         row: the conversation, with its weights.
@@ -72,6 +72,18 @@ def turn_weights(
     laid = _of_answers(row, ids, tokenizer, options)
     other = _of_others(row, [label for label, w in zip(labels, laid, strict=True) if w is None])
     return [own * (other if weight is None else weight) for weight in laid]
+
+
+def whole_labels(
+    row: Row, ids: Sequence[int], tokenizer: Any, options: EncodeOptions | None = None
+) -> list[int]:
+    """Labels of all tokens of a conversation, but of turns that are not to be learned.
+
+    Arguments and errors are those of :func:`turn_weights`.
+    """
+    turns = tuple(replace(turn, weight=None) for turn in row.turns)
+    marks = turn_weights(replace(row, turns=turns, weight=None), ids, ids, tokenizer, options)
+    return [token if mark else IGNORE for token, mark in zip(ids, marks, strict=True)]
 
 
 def _factor(weight: float | None) -> float:
@@ -112,7 +124,7 @@ def _of_answers(
 def _of_others(row: Row, labels: Sequence[int]) -> float:
     """Weight of the tokens outside of the answers, which have these labels."""
     others = [turn for turn in row.turns if turn.role != "assistant"]
-    stated = {_factor(turn.weight) for turn in others}
+    stated = set(map(_of_turn, others))
     if len(stated) <= 1:
         return stated.pop() if stated else 1.0
     if any(label != IGNORE for label in labels):

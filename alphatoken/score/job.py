@@ -36,7 +36,7 @@ from alphatoken.data import (
 from alphatoken.data.encode import NO_RESPONSE, survey_of
 from alphatoken.data.rows import UNLEARNED, Fields, Row, row_of
 from alphatoken.data.source import RowSource, each_row, find_source, source_of
-from alphatoken.data.split import check_draw, none_left, repeated_in
+from alphatoken.data.split import check_draw, none_left, repeated_in, token_keys
 from alphatoken.data.survey import Survey
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.model.protocol import find_adapter
@@ -117,7 +117,7 @@ class Corpus:
         tokenizer: of the model.
         how: rows become tokens, and which of them stop the run.
         drawn: rows that are validation rows themselves.
-        validation: ``leak_keys`` of the validation rows.
+        validation: ``leak_keys`` and ``token_keys`` of the validation rows.
         fisher: those of the rows that the Fisher was fitted on.
         leak_key: rows repeat each other by their "prompt", or by the "conversation" only.
     """
@@ -157,6 +157,13 @@ class Corpus:
             else:
                 yield self._example(row, survey, outcomes)
 
+    def keys_of(self, rows: Sequence[Row]) -> frozenset[str]:
+        """``leak_keys`` and ``token_keys`` of rows that are held out."""
+        how = replace(self.how, on_empty="skip", on_bad_rows="skip")  # they are refused elsewhere
+        examples, _ = encode_rows(rows, self.tokenizer, how, survey_of(rows))
+        keys = {key for row in rows for key in leak_keys(row)}
+        return frozenset(keys.union(*map(token_keys, examples)))
+
     def row(self, index: int) -> Row | DataError:
         """One row, also of those that are drawn, or what is wrong with it."""
         records = self.source.read(index, index + 1)
@@ -168,10 +175,14 @@ class Corpus:
         if row.index in self.drawn:
             outcomes.counts["drawn_validation"] += 1
             return None
-        if (pool := repeated_in(row, pools, self.leak_key)) is not None:
+        if (pool := repeated_in(leak_keys(row, self.leak_key), pools)) is not None:
             outcomes.counts[f"removed_same_as_{pool}"] += 1
             return None
         examples, report = encode_rows([row], self.tokenizer, self.how, survey)
+        keys = token_keys(examples[0], self.leak_key) if examples else ()
+        if (pool := repeated_in(keys, pools)) is not None:
+            outcomes.counts[f"removed_same_as_{pool}"] += 1
+            return None
         if report.skipped_bad:
             reason = report.first_skipped[0].removeprefix(f"{row.place}: ")
             outcomes.add_bad(row.index, row.place, reason)
@@ -485,7 +496,7 @@ def prepare_rows(options: ScoreOptions) -> tuple[Corpus, list[Row], FisherDrift 
         validation = draw_rows(corpus, options.validation_rows or 0, options.seed)
         drawn = frozenset(row.index for row in validation)
     # Of a query the rows that say the same are the answer that is looked for.
-    keys = frozenset(key for row in validation if not options.query for key in leak_keys(row))
+    keys = frozenset[str]() if options.query else corpus.keys_of(validation)
     return replace(corpus, drawn=drawn, validation=keys), validation, fisher
 
 

@@ -11,9 +11,7 @@ small step on the token lowers the mean token loss of the query, that is, raises
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from html import escape
 from operator import itemgetter
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.data import EncodeOptions, EncodeReport, Example, Fields, Row, Turn, encode_rows
+from alphatoken.data.file_kinds import JSON, TwiceError
 from alphatoken.data.rows import require_text, row_of
 from alphatoken.errors import DataError, short
 from alphatoken.score.meaning import Meaning
@@ -49,8 +48,12 @@ def query_rows(texts: Sequence[str], fields: Fields) -> list[Row]:
 
 def _row(text: str, number: int, fields: Fields) -> Row:
     place, record = f"query {number + 1}", None
-    with suppress(ValueError, RecursionError):
-        record = json.loads(text)
+    try:
+        record = JSON.decode(text)
+    except TwiceError as error:
+        raise error.of(place) from None
+    except (ValueError, RecursionError):
+        pass  # a plain text
     if isinstance(record, dict):
         return row_of(record, number, place, replace(fields, optional=True))
     turns = (Turn("assistant", text),)

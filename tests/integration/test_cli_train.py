@@ -37,6 +37,7 @@ from alphatoken.train.options import AlphaOptions
 from alphatoken.train.records import REPORT
 from alphatoken.train.sft import AlphaSFTConfig, AlphaSFTTrainer
 from tests.integration.small_world import exchanges, make_tokenizer, saved_model
+from tests.integration.test_data import CHATML, byte_tokenizer
 from tests.places import nightly
 from tests.rows import jsonl
 
@@ -120,6 +121,39 @@ def test_rows_are_held_out_and_counted(tmp_path: Path) -> None:
     assert "2 prompts drawn for the Fisher" in said
     again = sum(f"ask {i}\n" in held for i in range(3))  # copies of what was held out
     assert len(data.train_dataset) == 23 - 4 - again
+
+
+def test_a_row_with_the_tokens_of_a_held_out_row_is_removed(tmp_path: Path) -> None:
+    """Whatever its text: as a document it has no prompt that could be the same."""
+    held, watched, fisher = rows(3, 100)
+    whole = [{"text": f"{row['prompt']}\n{row['response']}"} for row in (held, watched, fisher)]
+    train = [*rows(6), *whole]
+    words = ["--train_file", str(jsonl(tmp_path / "train.jsonl", train))]
+    for name, row in (
+        ("validation_file", held),
+        ("retention_data", watched),
+        ("fisher_data", fisher),
+    ):
+        words += [f"--{name}", str(jsonl(tmp_path / f"{name}.jsonl", [row]))]
+    data = load("sft", tmp_path, *words, "--objective", "both", small=False)
+    assert len(data.train_dataset) == 6
+    said = " ".join(data.notes)
+    assert "1 training rows repeat a validation row" in said
+    assert "2 training rows repeat a retention row or a prompt of the Fisher" in said
+
+
+def test_a_pair_with_the_tokens_of_a_held_out_pair_is_removed(tmp_path: Path) -> None:
+    """A filled template beside messages; both are tokens as ``dpo`` trains on them."""
+    made = byte_tokenizer(CHATML)
+    held = {"prompt": "Name a bird.", "chosen": "A wren.", "rejected": "A cat."}
+    filled = "<|im_start|>user\nName a bird.<|im_end|>\n<|im_start|>assistant\n"
+    train = [{**held, "prompt": filled, "chosen": "An owl."},
+             {**held, "prompt": filled.replace("bird", "tree")}]  # fmt: skip
+    words = ["--train_file", str(jsonl(tmp_path / "train.jsonl", train)), "--validation_file",
+             str(jsonl(tmp_path / "held.jsonl", [held])), "--retention", "none"]  # fmt: skip
+    data = load("dpo", tmp_path, *words, tokenizer=made, small=False)
+    assert [row["prompt"] for row in data.train_dataset] == [train[1]["prompt"]]
+    assert "1 training rows repeat a validation row or prompt and were removed" in str(data.notes)
 
 
 @pytest.mark.parametrize("base", ["laptop-sft", "laptop-lora", "metamath-gemma"])
@@ -443,6 +477,38 @@ def test_chats_are_written_by_the_template_or_as_text(tmp_path: Path) -> None:
     assert first() == (whole, "b\nd\n")
     assert first("--turns", "last") == (whole, "d\n")
     assert first("--completion_only_loss", "false") == (whole, whole)
+
+
+def test_marked_turns_stay_out_of_the_loss_of_whole_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of the user too; ``--completion_only_loss false`` learns what no mark leaves out."""
+
+    def chat(*turns: tuple[str, str, bool]) -> dict[str, Any]:
+        messages = [{"role": r, "content": text, "train": yes} for r, text, yes in turns]
+        return {"messages": messages}
+
+    both = [("user", "c", True), ("assistant", "d", True)]
+    first = chat(("user", "a", True), ("assistant", "b", False), *both)
+    second = chat(("user", "e", False), ("assistant", "f", True))
+    nothing = chat(("user", "g", False), ("assistant", "h", False))
+    file = str(jsonl(tmp_path / "chat.jsonl", [first, second, nothing]))
+    words = ["--train_file", file, "--validation_rows", "0", "--fisher_prompts", "0",
+             "--policy", "standard"]  # fmt: skip
+
+    def learned(*more: str) -> list[str]:
+        data = load("sft", tmp_path, *words, *more, small=False)
+        pairs = [zip(row["input_ids"], row["labels"], strict=True) for row in data.train_dataset]
+        return [bytes(i if n >= 0 else ord("-") for i, n in row).decode() for row in pairs]
+
+    assert learned() == ["------d\0", "--f\0"]
+    assert "the user or the system is marked as learned, and is not" in caplog.text
+    caplog.clear()
+    assert learned("--completion_only_loss", "false") == ["a\n--c\nd\0", "--f\0"]
+    assert "and is not" not in caplog.text
+    assert "left out: no turn is to be learned by its marks (chat.jsonl, line 3)" in caplog.text
+    with pytest.raises(ConfigError, match="turns: last, completion_only_loss: false"):
+        learned("--completion_only_loss", "false", "--turns", "last")
 
 
 # --- pairs ----------------------------------------------------------------------------------------

@@ -475,6 +475,17 @@ def test_prompts_of_a_fisher_are_rows_that_nothing_else_uses(world: World, tmp_p
     assert by_default == (whole // 5 if whole >= 40 else 0)
 
 
+def test_a_row_with_the_tokens_of_a_held_out_row_is_removed(world: World, tmp_path: Path) -> None:
+    held = json.loads((world / "validation.jsonl").read_text().splitlines()[0])
+    document = {"text": f"{held['prompt']}\n{held['response']}"}
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text((world / "train.jsonl").read_text() + json.dumps(document) + "\n")
+    words = [*world.words("heatmap", tmp_path / "out", train=mixed)[2:], "--no_chat_template"]
+    subject, _, notes = prepare(read_request("heatmap", *words)[0])
+    assert all(row.row.prompt for row in subject.train)
+    assert "1 training rows repeat a held-out row or its prompt and were removed." in notes
+
+
 # --- budgets --------------------------------------------------------------------------------------
 
 

@@ -101,6 +101,32 @@ def test_parquet_is_read_with_bytes_for_texts_and_maps_for_messages(tmp_path: Pa
     assert find_source(tmp_path / "rows.jsonl").rows == 600
 
 
+@pytest.mark.parametrize(("suffix", "mark"), [(".tsv", "\t"), (".csv", "\t"), (".csv", ",")])
+def test_a_row_over_several_lines_is_named_by_its_first(
+    suffix: str, mark: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a table by tabs it is said, too: there the quote may be a plain character."""
+    lines = [
+        "prompt,response",
+        '"I said,hello there.',
+        'Goodbye",see you.',
+        "",
+        "Who?,Me.",
+        "a,b,c",
+    ]
+    path = tmp_path / f"rows{suffix}"
+    path.write_text("\n".join(lines).replace(",", mark))
+    rows = read_rows(path, on_bad_rows="skip")
+    assert [row.place.split(", ")[1] for row in rows] == ["line 2", "line 5"]
+    assert rows[0].prompt == f"I said{mark}hello there.\nGoodbye"
+    said = "in 1 of 2 rows a quoted text runs over several lines of the table"
+    assert (said in caplog.text) == (mark == "\t")
+    assert "(rows" + suffix + ", line 6)" in caplog.text
+    path.write_text("\n".join([*lines[:-1], '"Who?,Me', "You?,I."]).replace(",", mark))
+    with pytest.raises(DataError, match=r"from line 6 on: unexpected end.*close each quote"):
+        read_rows(path)
+
+
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 REFUSED: dict[str, tuple[str, bytes, str]] = {
     "a pointer of Git LFS": ("rows.jsonl", LFS, "is a pointer of Git LFS.*git lfs pull"),

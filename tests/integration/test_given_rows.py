@@ -96,6 +96,14 @@ LOST = {
     "a picture": ([with_more(images=["a.png"])], "row 0: 'images' of a message, which the chat"),
     "a call that is not written": ([with_more(tool_calls=[{"a": "b"}])], "'tool_calls' of a mess"),
     "a part that is no text": ([{"messages": [*IMAGE, ANSWER]}], "a content that is no text"),
+    "a question that is null": (
+        [{"messages": [{"role": "user", "content": None}, ANSWER]}],
+        "message of the user without content",
+    ),
+    "a brief without content": (
+        [{"messages": [{"role": "system"}, *CHATS[0]["messages"]]}],
+        "message of the system without content",
+    ),
     "a list of texts": (
         [{"prompt": "1+1", "completion": ["2"]}],
         "neither text nor a list of mess",

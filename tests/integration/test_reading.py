@@ -26,6 +26,7 @@ from alphatoken.data import (
 from alphatoken.data.source import find_source
 from alphatoken.errors import AlphaTokenError, ColumnsError, DataError
 from alphatoken.score.job import Corpus, draw_rows
+from alphatoken.score.queries import query_rows
 from tests.integration.test_data import CHATML, byte_tokenizer, labelled_text, reader
 from tests.rows import jsonl
 
@@ -477,6 +478,22 @@ def test_parts_of_a_content_are_read_as_messages_are(parts: Any, learned: bool |
     assert (turn.text, turn.learned) == ("Good day.", learned)
 
 
+@pytest.mark.parametrize("role", ["user", "human", "system"])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"value": None}, {"content": []}])
+def test_a_message_without_content_is_no_empty_turn(role: str, content: dict[str, Any]) -> None:
+    """But of an answer, which may be calls or thoughts alone, and of a text that is empty."""
+    asked = [{"role": role, **content, "name": "Ada"}, *SAID]
+    known = "user" if role == "human" else role
+    with pytest.raises(DataError, match=f"message of the {known} has no content.*here has 'role'"):
+        row_of({"messages": asked}, 0, "here")
+    with pytest.raises(DataError, match=f"message of the {known} has no content"):
+        row_of({"prompt": asked, "response": "Good day."}, 0, "here")
+    empty = row_of({"messages": [{"role": role, "content": ""}, *SAID]}, 0, "here")
+    assert empty.turns[0].text == ""
+    row = row_of({"messages": [*SAID, SAID[0], {"role": "gpt", **content}]}, 0, "here")
+    assert row.turns[3].text == ""
+
+
 def test_what_a_part_says_beside_its_text_is_named() -> None:
     survey = Survey("a.jsonl")
     content = [part("Good day.", cache_control={"type": "ephemeral"})]
@@ -501,6 +518,49 @@ def test_a_list_is_read_whatever_the_file_is_called(
     assert find_source(path).rows == 2
     path.write_text(json.dumps(TWO[0], indent=indent))
     assert [record for _, record in read_records(path)] == TWO[:1]
+
+
+TWICE = {
+    "line": (
+        '{"prompt": "c", "response": "d", "response": "e"},',
+        "rows.jsonl, line 2: 'response'",
+    ),
+    "message": (
+        '{"messages": [{"role": "user", "content": "c", "content": "d"}]}',
+        "rows.jsonl, line 2: 'content'",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TWICE)
+def test_a_key_that_stands_twice_is_a_bad_row(kind: str, tmp_path: Path) -> None:
+    """Python would keep the last of its values, without a word."""
+    (first, other), (twice, said) = map(json.dumps, TWO), TWICE[kind]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([first, twice, other]))
+    with pytest.raises(DataError, match=f"a key stands twice in one object. Got: {said}.*skip"):
+        read_rows(path)
+    assert [row.prompt for row in read_rows(path, on_bad_rows="skip")] == ["a", "c"]
+    path = tmp_path / "rows.json"
+    path.write_text(f"[{first}, {twice.rstrip(',')}, {other}]")
+    with pytest.raises(DataError, match=rf"twice.*rows.json, item 2: {said.split(': ')[1]}"):
+        read_rows(path)
+    path.write_text(twice.rstrip(",").replace(", ", ",\n "))
+    with pytest.raises(DataError, match=r"twice.*rows.json, item 1: "):
+        read_rows(path)
+    with pytest.raises(DataError, match="twice in one object. Got: query 2: "):
+        query_rows([first, twice.rstrip(",")], Fields())
+
+
+def test_two_columns_of_one_name_are_refused_in_parquet(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = [pa.array([text]) for text in "abc"]
+    names = ["prompt", "response", "response"]
+    pq.write_table(pa.Table.from_arrays(columns, names=names), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"two columns.*rows.parquet: 'response'"):
+        read_rows(tmp_path / "rows.parquet")
 
 
 def test_the_first_bad_row_of_the_file_is_named(tmp_path: Path) -> None:

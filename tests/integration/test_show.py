@@ -39,6 +39,14 @@ def weighed(*weights: float | None) -> dict[str, Any]:
     return {"messages": messages}
 
 
+def marked(*learned: bool) -> dict[str, Any]:
+    """The chat with marks on its first answers."""
+    messages = [dict(message) for message in CHAT["messages"]]
+    for message, own in zip(messages[1::2], learned, strict=False):
+        message["train"] = own
+    return {"messages": messages}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Of a tiny model, with its tokenizer."""
@@ -82,6 +90,7 @@ FORMS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     "last turn": ([CHAT], ["--turns", "last"]),
     "prompt and completion": ([PROMPT], []),
     "all of it": ([PROMPT], ["--completion_only_loss", "false"]),
+    "all but marked": ([marked(False), marked(True)], ["--completion_only_loss", "false"]),
     "text": ([{"text": "1+1=2."}], []),
     "ShareGPT": (
         [{"conversations": [{"from": "human", "value": "1+1=?"}, {"from": "gpt", "value": "2."}]}],

@@ -35,6 +35,7 @@ from alphatoken.train import AlphaDPOTrainer
 from tests.integration import tiny_training as tiny
 from tests.integration.test_data import CHATML, byte_tokenizer, chat, labelled_text, reader
 from tests.integration.tokenizer_kinds import KINDS, kind_of_tokenizer
+from tests.property.test_own_weights import TEMPLATES as MARKED
 from tests.rows import jsonl
 
 Record = dict[str, Any]
@@ -308,6 +309,24 @@ def test_pairs_are_taken_as_they_are_all_or_none(tmp_path: Path) -> None:
         reader("dpo", tokenizer, jsonl(tmp_path / "dpo.jsonl", [one])).training_rows()
 
 
+def test_a_filled_template_repeats_the_messages_that_it_is_made_of(tmp_path: Path) -> None:
+    """Texts that differ are one row to the model where their tokens are the same."""
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.eos_token = "<|im_end|>"
+    held = [{"prompt": "Name a bird.", "response": "A wren."}, {"prompt": "", "response": "A wren"}]
+    rows = [
+        {"text": USER + HEAD + "A wren.<|im_end|>"},
+        {"prompt": USER + HEAD, "response": "Owl."},
+    ]
+    rows += [{"prompt": "Name a tree.", "response": "A wren."}, {"prompt": "", "response": "Owl."}]
+    corpus = Corpus(find_source(jsonl(tmp_path / "rows.jsonl", rows)), Fields(), tokenizer)
+    keys = corpus.keys_of([row_of(record, n, "held") for n, record in enumerate(held)])
+    for by, left in (("prompt", [2, 3]), ("conversation", [1, 2, 3])):
+        one = replace(corpus, validation=keys, leak_key=by)
+        assert [example.row.index for example in one.examples()] == left
+        assert one.survey().counts["removed_same_as_validation"] == 4 - len(left)
+
+
 @pytest.mark.slow
 def test_what_trls_templates_write_is_taken_as_it_is_and_learned_whole() -> None:
     """Those of fifty families that TRL ships; those of images write no text, and are refused."""
@@ -475,6 +494,25 @@ def test_a_template_that_opens_an_answer_otherwise_is_said() -> None:
     assert ids[:start] == opened[:start]
     assert ids[start] != opened[start]
     assert notes[0].startswith("the template opens an answer otherwise than it writes one")
+
+
+@pytest.mark.parametrize("template", [CHATML, "system\n" + CHATML, *MARKED.values()])
+def test_an_answer_alone_is_written_by_the_template_where_it_is_a_message(template: str) -> None:
+    """TRL hands messages to the template, however few; a text stays as it is."""
+    tokenizer, said = byte_tokenizer(template), [{"role": "assistant", "content": "Hello."}]
+    answer = row_of({"messages": said}, 0, "here")
+    ids, labels = encode_row(answer, tokenizer)
+    assert ids == tokenizer.apply_chat_template(said)["input_ids"]
+    before = tokenizer.decode(ids[: next(i for i, label in enumerate(labels) if label >= 0)])
+    assert before.endswith(("<|im_start|>assistant\n", "a="))
+    assert "".join(labelled_text(tokenizer, answer)).startswith("Hello.<")
+    text = "".join(labelled_text(tokenizer, row_of({"text": "Hello."}, 0, "here")))
+    assert text == "Hello.</s>"
+    bare = byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(DataError, match=r"starts with the assistant.*--no_chat_template"):
+        encode_row(answer, bare)
+    with pytest.raises(DataError, match="marked as a bad one"):  # no class of a document
+        row_of({"messages": said, "label": False}, 0, "here")
 
 
 def test_text_that_is_not_learned_and_white_space_are_no_loss_and_are_said() -> None:

@@ -42,7 +42,8 @@ NUMBERS = st.one_of(
 def lines(least: int = 1) -> st.SearchStrategy[list[Any]]:
     """Lines of a file: rows by prompt and response, blank ones, and bad ones."""
     row = st.tuples(st.integers(0, 6), st.integers(0, 2))
-    other = st.sampled_from(["", "  ", "\t", "{oops", "1", "é", b"\xfb\xfe"])
+    twice = '{"prompt": "a", "prompt": "b", "response": "c"}'
+    other = st.sampled_from(["", "  ", "\t", "{oops", "1", "é", b"\xfb\xfe", twice])
     return st.lists(st.one_of(row, other), min_size=least, max_size=40)
 
 

@@ -17,9 +17,11 @@ Parts = tuple[list[int], list[int]]
 TOKENS = st.lists(st.integers(0, 1), max_size=3)
 PARTS = st.lists(st.tuples(TOKENS, TOKENS.filter(bool)), min_size=1, max_size=4)
 HELD = [([1, 0], [0]), ([0], [1])]
-ROWS = [([1, 0], [1, 0]), ([1], [0, 1]), ([0], [0, 0]), ([0], [1]), ([1, 0, 1], [1])]
-"""Of a held prompt; with its tokens, some of them learned; of a start token alone; a whole row."""
-SKIPPED = [1, 0, 0, 0, 0]
+ROWS = [([1, 0], [1, 0]), ([1], [0, 1]), ([0], [0, 0]), ([0], [1]), ([1, 0, 1], [1]),
+        ([1, 0], [1])]  # fmt: skip
+"""Of a held prompt; with its tokens, some of them learned; of a start token alone; a whole row; of
+a longer prompt; of a held prompt whose answer is learned whole."""
+SKIPPED = [1, 0, 0, 0, 0, 0]
 """Response tokens of each row that have no label."""
 
 
@@ -43,7 +45,9 @@ def made(parts: Sequence[Parts], skipped: Sequence[int], name: str) -> list[Exam
 def test_rows_of_tokens_repeat_no_row_that_is_measured(
     held: list[Parts], parts: list[Parts], skipped: list[int], by_prompt: bool
 ) -> None:
-    """By the tokens before the first label of a measured row, and by all; texts by texts alone.
+    """By the tokens before the first label of a measured row, and by all.
+
+    A row of texts begins with the prompts of others without being theirs: its own is compared.
 
     Proves: rows apart from those that are measured (exact), against loops over their tokens.
     """
@@ -63,5 +67,17 @@ def test_rows_of_tokens_repeat_no_row_that_is_measured(
     assert [one.row.index for one in kept] == due
     assert left == len(rows) - len(due)
     texts = made(parts, skipped, "texts")
-    assert apart_from(measured, texts, by) == (texts, 0)
-    assert apart_from(measured, [*texts, *rows], by) == ([*texts, *kept], left)
+    others = [row for row in texts if not _same_texts(held, row, by_prompt=by_prompt)]
+    assert apart_from(measured, texts, by) == (others, len(texts) - len(others))
+    both = [*others, *kept]
+    assert apart_from(measured, [*texts, *rows], by) == (both, 2 * len(texts) - len(both))
+
+
+def _same_texts(held: Sequence[Parts], row: Example, *, by_prompt: bool) -> bool:
+    """True if a row of texts has the tokens of a held one, or just those of its prompt."""
+    first = next((i for i, label in enumerate(row.labels) if label != -100), 0)
+    own = row.input_ids[:first]
+    return any(
+        [*prompt, *response] == row.input_ids or (by_prompt and prompt == own and len(own) > 1)
+        for prompt, response in held
+    )

@@ -11,6 +11,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken.data import Row, Turn, encode_row
-from alphatoken.data.weights import joined, parted, turn_weights
+from alphatoken.data.weights import joined, parted, turn_weights, whole_labels
 from alphatoken.errors import DataError, NumericalError
 from tests.property.profiles import budget
 from tests.property.reference_step import RunConfig
@@ -100,6 +101,8 @@ def test_a_turn_weighs_its_own_tokens(
 ) -> None:
     """Each token that the labels of a turn have has the row's weight times the turn's.
 
+    Where all of a row is learned, the tokens of turns that are marked otherwise are not.
+
     Proves: weight of a turn on its tokens (exact), against the labels of that turn alone.
     """
     tokenizer = chat_tokenizer(template)
@@ -111,6 +114,7 @@ def test_a_turn_weighs_its_own_tokens(
     ids, _ = encode_row(row, tokenizer)
     laid = turn_weights(row, ids, ids if whole else [-100] * len(ids), tokenizer)
     factor, expected = 1.0 if of_row is None else of_row, [None] * len(ids)
+    marked = set[int]()
     for i, turn in enumerate(turns):
         if turn.role == "user":
             continue
@@ -120,7 +124,13 @@ def test_a_turn_weighs_its_own_tokens(
         for place, label in enumerate(labels):
             if label != -100 or (i == len(turns) - 1 and place > _last(labels) >= 0):
                 expected[place] = factor * own
+                marked |= set() if turn.learned else {place}
     assert laid == [factor if w is None else w for w in expected]
+    learned = [-100 if place in marked else token for place, token in enumerate(ids)]
+    assert whole_labels(row, ids, tokenizer) == learned
+    quiet = tuple(replace(turn, learned=turn.learned and turn.role != "user") for turn in turns)
+    answers = [-100 if w is None else label for label, w in zip(learned, expected, strict=True)]
+    assert whole_labels(replace(row, turns=quiet), ids, tokenizer) == answers
 
 
 def _last(labels: Sequence[int]) -> int:
