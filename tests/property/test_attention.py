@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from alphatoken.model import attention
 from alphatoken.model.protocol import AttentionCall
 from alphatoken.model.switch import BackwardSwitch
+from alphatoken.oracle.readouts import split_attention
 from tests.property.decoder import dense_mask, explicit_attention
 from tests.property.profiles import budget
 from tests.property.setups import CONTRACTION, attention_weights
@@ -360,6 +361,26 @@ def test_log_sum_exp_and_weights(case: AttentionCase) -> None:
         raw = replace(call, softcap=None, mask=torch.zeros(1, 1, 1, 1, dtype=torch.float64))
         x = explicit_logits(raw).diagonal(dim1=2, dim2=3) / case.softcap
         close(slope.flatten(1, 2), 1 - torch.tanh(x).square(), 1.0, CONTRACTION, name="slope")
+
+
+@given(attention_cases())
+@example(HARD)
+@example(BLIND)
+@example(HOLES)
+@budget(0.5)
+def test_the_oracle_attends_as_the_call_says(case: AttentionCase) -> None:
+    """Its weights and outputs, whether a mask says who attends to whom, or window and documents.
+
+    Proves: the oracle attends as the call says (exact), against explicit softmax.
+    """
+    call = case.call()
+    alpha, (output, found) = attention_weights(call), split_attention(call)
+    # exp is as exact as its argument is small: a relative error of eps |logit|.
+    size = 1.0 + explicit_logits(call).abs().nan_to_num(posinf=0.0).amax(-1, keepdim=True)
+    close(found, alpha, size, CONTRACTION, name="alpha of the oracle")
+    values = call.value.detach().repeat_interleave(case.r, dim=1)
+    scale = size * (alpha @ values.abs() + values.abs().amax())
+    close(output.detach(), alpha @ values, scale, CONTRACTION, name="output of the oracle")
 
 
 def fused_of(call: AttentionCall, mask: Tensor) -> Any:
