@@ -13,9 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
-from alphatoken.errors import CoverageError, ModelError, UnsupportedError
+from alphatoken.errors import CoverageError, InputError, ModelError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,19 @@ class ScoredExperts(ScoredLinear):
 class AttentionCall:
     """Everything one softmax-attention call computes with, in one canonical layout.
 
-    Shapes: query (b, h, t, d); key (b, g, t, d); value (b, g, t, dv), query head ``h`` reads
-    key/value head ``h // (H // G)``. The logits are ``scale * q.k``, capped to
+    Shapes: query (b, h, t, d); key (b, g, t, d); value (b, g, t, dv), heads before tokens. Query
+    head ``h`` reads key/value head ``h // r`` with r = H // G, as ``repeat_interleave(r, dim=1)``
+    of keys and values has it. The logits are ``scale * q.k``, capped to
     ``softcap * tanh(logits / softcap)`` if ``softcap`` is set, then masked. ``sinks`` (H,) are
     extra logits that take probability and give no value.
 
-    ``mask`` is boolean (True: may attend) or additive float, broadcastable to (b, h, t, t). None
-    means causal, within what the next two say, which kernels are given that take no mask:
-    ``documents`` (b, t) numbers the sequence that each position belongs to, -1 for padding, which
-    attends to nothing and is attended to by none; ``window`` is the number of positions of its own
-    document, the last of which is its own, that a query attends to. ``flash`` says that the kernel
-    is one of these, of the flash-attn packages or the hub's builds of them.
+    ``mask`` is boolean (True: may attend) or additive float, and broadcasts to (b, h, t, t), with
+    queries before keys: (t, t) will do. None means causal, within what the next two say, which
+    kernels are given that take no mask: ``documents`` (b, t) numbers the sequence that each
+    position belongs to, -1 for padding, which attends to nothing and is attended to by none;
+    ``window`` is the number of positions of its own document, the last of which is its own, that a
+    query attends to. ``flash`` says that the kernel is one of these, of the flash-attn packages or
+    the hub's builds of them.
     """
 
     module: nn.Module
@@ -108,6 +111,38 @@ class AttentionCall:
     documents: Tensor | None = None
     window: int | None = None
     flash: bool = False
+
+    def __post_init__(self) -> None:
+        """Give a mask its leading axes, of length 1, and documents all their rows.
+
+        Raises:
+            InputError: one of them does not broadcast, or holds numbers of another kind.
+        """
+        rows, heads, queries, _ = self.query.shape
+        mask, documents = self.mask, self.documents
+        if mask is not None:
+            numbers = mask.dtype == torch.bool or mask.is_floating_point()
+            self._require("mask", mask, (rows, heads, queries, self.key.shape[2]), numbers)
+            if mask.dim() < 4:
+                object.__setattr__(self, "mask", mask[(None,) * (4 - mask.dim())])
+        if documents is not None:
+            numbers = not (documents.dtype == torch.bool or documents.is_floating_point())
+            self._require("documents", documents, (rows, queries), numbers)
+            object.__setattr__(self, "documents", documents.expand(rows, queries))
+
+    def _require(self, name: str, given: Tensor, shape: tuple[int, ...], numbers: bool) -> None:
+        missing = len(shape) - given.dim()
+        sizes = (1,) * missing + tuple(given.shape)
+        if missing >= 0 and numbers and all(n in (1, m) for n, m in zip(sizes, shape, strict=True)):
+            return
+        raise InputError(
+            f"the {name} of an AttentionCall cannot be read",
+            got=f"{tuple(given.shape)} of {given.dtype} for queries {tuple(self.query.shape)} and "
+            f"keys {tuple(self.key.shape)}",
+            why="weights would be of other positions than those that the kernel attends to",
+            remedy="a mask that broadcasts to (b, h, t, t), boolean (True: may attend) or added to "
+            "the logits; documents (b, t) as whole numbers; heads before tokens",
+        )
 
 
 NativeAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
