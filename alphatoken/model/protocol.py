@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from alphatoken.errors import CoverageError, InputError, ModelError, UnsupportedError
+from alphatoken.errors import (
+    ConfigError,
+    CoverageError,
+    InputError,
+    ModelError,
+    UnsupportedError,
+    quoted,
+)
 
 
 @dataclass(frozen=True)
@@ -239,14 +247,17 @@ class DecoderAdapter(Protocol):
 
     # --- what a subclass writes ------------------------------------------------------------------
 
+    @abstractmethod
     def layers(self) -> Sequence[nn.Module]:
         """The decoder blocks, first to last."""
         ...
 
+    @abstractmethod
     def attention_modules(self, layer: int) -> tuple[nn.Module, ...]:
         """The modules of this layer that make softmax-attention calls."""
         ...
 
+    @abstractmethod
     def override_attention(
         self, modules: Sequence[nn.Module], override: AttentionOverride
     ) -> AbstractContextManager[None]:
@@ -307,8 +318,22 @@ class DecoderAdapter(Protocol):
         return nullcontext()
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Logits (b, t, vocabulary) of one forward pass without a cache."""
-        return self.logits_of(self.model(**self.arguments(inputs)))
+        """Logits (b, t, vocabulary) of one forward pass without a cache.
+
+        Raises:
+            ModelError: the model's forward, or an attention kernel, is called with arguments that
+                it does not take.
+        """
+        try:
+            output = self.model(**self.arguments(inputs))
+        except TypeError as error:
+            raise ModelError(
+                f"the model cannot be called by your adapter {type(self).__name__}",
+                got=quoted(error),
+                remedy="let arguments() give what the model's forward takes, and what "
+                "override_attention() puts in a kernel's place take what the kernel does",
+            ) from error
+        return self.logits_of(output)
 
     def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments that ``forward`` calls the model with (``inputs`` plus no cache).
@@ -319,9 +344,24 @@ class DecoderAdapter(Protocol):
         return dict(inputs)
 
     def logits_of(self, output: Any) -> Tensor:
-        """The logits in what the model's forward returned; by default that is the logits."""
-        assert isinstance(output, Tensor)
-        return output
+        """The logits in what the model's forward returned.
+
+        Default: that itself, or the first of a tuple.
+
+        Raises:
+            ModelError: this is no tensor (b, t, vocabulary).
+        """
+        logits = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(logits, Tensor) and logits.dim() == 3:
+            return logits
+        shape = f" {tuple(logits.shape)}" if isinstance(logits, Tensor) else ""
+        raise ModelError(
+            "the model's forward returned no logits (batch, tokens, vocabulary)",
+            got=f"{type(logits).__qualname__}{shape}"
+            f"{', the first of a tuple' if logits is not output else ''}",
+            remedy=f"logits_of() of your adapter {type(self).__name__} takes them from what it "
+            "returns",
+        )
 
     def next_token_logits(
         self, input_ids: Tensor, attention_mask: Tensor, state: Any
@@ -404,6 +444,7 @@ def find_adapter(model: nn.Module) -> DecoderAdapter:
 
     Raises:
         ModelError: no adapter is registered for any package in the model's class hierarchy.
+        ConfigError: the one that is registered cannot be imported or made.
     """
     if isinstance(model, DecoderAdapter):  # the user's model may follow the protocol by itself
         return model
@@ -411,15 +452,38 @@ def find_adapter(model: nn.Module) -> DecoderAdapter:
     for package in _packages(model):
         target = _REGISTRY.get(package)
         if target is not None:
-            module, _, name = target.partition(":")
-            adapter = getattr(importlib.import_module(module), name)(model)
-            assert isinstance(adapter, DecoderAdapter)
-            return adapter
+            return _made(target, model)
     raise ModelError(
         "no adapter knows this model",
         got=f"{type(model).__module__}.{type(model).__qualname__}",
         why="layers, scored linears and attention calls cannot be found by guessing",
         remedy="pass a transformers decoder, or write a DecoderAdapter and register_adapter(...)",
+    )
+
+
+def _made(target: str, model: nn.Module) -> DecoderAdapter:
+    """The registered adapter "module:Class" of the model."""
+    module, _, name = target.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: of an empty name
+        raise _cannot_be_made(target, quoted(error)) from error
+    try:
+        adapter = kind(model)
+    except TypeError as error:  # of a class that leaves out what it has to write, too
+        raise _cannot_be_made(target, quoted(error)) from error
+    if not isinstance(adapter, DecoderAdapter):
+        raise _cannot_be_made(target, f"{type(adapter).__qualname__} is no DecoderAdapter")
+    return adapter
+
+
+def _cannot_be_made(target: str, said: str) -> ConfigError:
+    return ConfigError(
+        "the registered adapter of this model cannot be made",
+        got=f"{target!r}: {said}",
+        remedy='register_adapter(package, "module:Class") with an importable subclass of '
+        "DecoderAdapter that writes layers, attention_modules and override_attention, and is made "
+        "of the model alone",
     )
 
 
@@ -448,4 +512,5 @@ def adapter_named(adapter: DecoderAdapter) -> Iterator[None]:
         if not (remedy := adapter_remedy(adapter)):
             raise
         more = "; or ".join(filter(None, (error.remedy, remedy)))
-        raise type(error)(error.what, got=error.got, why=error.why, remedy=more) from None
+        named = type(error)(error.what, got=error.got, why=error.why, remedy=more)
+        raise named from error.__cause__

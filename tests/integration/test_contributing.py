@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.errors import AlphaTokenError, ModelError
+from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
 from alphatoken.estimate.batch_proofs import as_observed
 from alphatoken.model import protocol
 from alphatoken.train.policies import policy
@@ -283,6 +283,83 @@ def test_a_fault_of_an_adapter_is_named_as_a_possible_cause(
     except AlphaTokenError as error:
         said = str(error)
     assert f"your adapter {fault} may be the cause" in said
+
+
+class Pairs(small_gpt.SmallGPT):
+    """Returns the logits first, and something else, in the order that ``first`` says."""
+
+    first = True
+
+    def forward(self, tokens: Tensor) -> Any:
+        pair = (super().forward(tokens), torch.zeros(()))
+        return pair if self.first else pair[::-1]
+
+
+def of_pairs() -> Pairs:
+    model = small_gpt.small_gpt(seed=1)
+    model.__class__ = Pairs
+    return model
+
+
+@pytest.mark.parametrize("name", ["alphatoken", "exact", "walk"])
+def test_logits_may_be_the_first_of_a_tuple(adapted: Any, name: str) -> None:
+    """As nanoGPT's forward returns them, before the loss."""
+    adapter = importlib.import_module("my_adapter").SmallGPTAdapter
+    model, plain = of_pairs(), adapted.small_gpt(seed=1)
+    plain.load_state_dict(model.state_dict())
+    scorer = Scorer(model, VALIDATION, config=CONFIGS[name], adapter=adapter(model))
+    agrees(scorer, lambda: model(BATCH["input_ids"])[0])
+    expected = Scorer(plain, VALIDATION, config=CONFIGS[name]).score(BATCH).total
+    assert torch.equal(scorer.score(BATCH).total, expected)
+
+
+def test_an_output_without_logits_names_the_method_that_takes_them(adapted: Any) -> None:
+    model = of_pairs()
+    model.first = False
+    adapter = importlib.import_module("my_adapter").SmallGPTAdapter(model)
+    with pytest.raises(ModelError, match=r"no logits .*logits_of\(\) of your adapter SmallGPTAdap"):
+        Scorer(model, VALIDATION, config=CONFIGS["path"], adapter=adapter).score(BATCH)
+
+
+@pytest.mark.parametrize("method", ["layers", "attention_modules", "override_attention"])
+def test_a_method_that_an_adapter_leaves_out_is_named(adapted: Any, method: str) -> None:
+    """Where it is made: by the user, or of a registered class by the library."""
+    written = dict(vars(importlib.import_module("my_adapter").SmallGPTAdapter))
+    del written[method]
+    kept = {name: one for name, one in written.items() if callable(one)}
+    short = type("Short", (protocol.DecoderAdapter,), kept)
+    model = adapted.small_gpt(seed=1)
+    with pytest.raises(TypeError, match=f"Short.*{method}"):
+        short(model)
+    importlib.import_module("my_adapter").Short = short  # type: ignore[attr-defined]
+    protocol.register_adapter(small_gpt.__name__, "my_adapter:Short")
+    with pytest.raises(ConfigError, match=f"my_adapter:Short.*{method}"):
+        Scorer(model, VALIDATION)
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["my_adaptor:SmallGPTAdapter", "my_adapter:SmallGPTAdaptor", "my_adapter.SmallGPTAdapter",
+     "my_adapter", "", "my_adapter:partial", "my_adapter:AttentionCall"],
+)  # fmt: skip
+def test_a_registered_adapter_that_is_not_there_is_named(adapted: Any, target: str) -> None:
+    protocol.register_adapter(small_gpt.__name__, target)
+    with pytest.raises(ConfigError, match="module:Class") as raised:
+        Scorer(adapted.small_gpt(seed=1), VALIDATION)
+    assert repr(target) in str(raised.value)
+
+
+def test_an_adapter_whose_call_does_not_fit_is_named(adapted: Any, recipes: Path) -> None:
+    """A kernel of other arguments, and a forward of other names: the adapter, not a bare call."""
+    source = printed("my_adapter.py")
+    changes = {"attend(module, query, key, value)": "attend(module, query, key)", '"tokens"': '"x"'}
+    for number, (old, new) in enumerate(changes.items()):
+        (recipes / f"my_mistake_{number}.py").write_text(source.replace(old, new, 1), "utf-8")
+        model = adapted.small_gpt(seed=1)
+        adapter = importlib.import_module(f"my_mistake_{number}").SmallGPTAdapter(model)
+        with pytest.raises(ModelError, match="adapter SmallGPTAdapter") as raised:
+            Scorer(model, VALIDATION, config=CONFIGS["alphatoken"], adapter=adapter).score(BATCH)
+        assert isinstance(raised.value.__cause__, TypeError)
 
 
 def test_no_adapter_of_the_library_is_blamed() -> None:
