@@ -497,20 +497,25 @@ def adapter_remedy(adapter: DecoderAdapter) -> str:
     if not is_users_own(adapter):
         return ""
     return (
-        f"your adapter {type(adapter).__name__} may be the cause: layers() must give every block "
-        "in order, attention_modules() every attention, each AttentionCall the scale and mask of "
-        "the model's own kernel, and arguments() all that logits depend on"
+        f"your adapter {type(adapter).__name__} may be the cause: each AttentionCall that "
+        "override_attention() makes must state the scale, mask and softcap of the model's own "
+        "kernel, attention_modules() every attention, layers() every block in order, and "
+        "arguments() all that logits depend on"
     )
 
 
 @contextmanager
 def adapter_named(adapter: DecoderAdapter) -> Iterator[None]:
-    """Context in which a proof that fails names the user's own adapter as a possible cause."""
+    """Context in which a proof that fails names the user's own adapter first, as likely wrong."""
     try:
         yield
     except (CoverageError, ModelError, UnsupportedError) as error:
-        if not (remedy := adapter_remedy(adapter)):
+        name, remedy = f"your adapter {type(adapter).__name__}", adapter_remedy(adapter)
+        if not remedy or name in str(error):
             raise
-        more = "; or ".join(filter(None, (error.remedy, remedy)))
-        named = type(error)(error.what, got=error.got, why=error.why, remedy=more)
+        what, more = (
+            f"under {name} {error.what}",
+            "; or ".join(filter(None, (remedy, error.remedy))),
+        )
+        named = type(error)(what, got=error.got, why=error.why, remedy=more)
         raise named from error.__cause__

@@ -282,7 +282,11 @@ def test_a_fault_of_an_adapter_is_named_as_a_possible_cause(
         said = str(scorer.verify(BATCH))
     except AlphaTokenError as error:
         said = str(error)
-    assert f"your adapter {fault} may be the cause" in said
+    cause = f"your adapter {fault} may be the cause: each AttentionCall"
+    if not said.startswith("Certificate"):  # the adapter opens an error, and its remedy
+        assert said.startswith(f"under your adapter {fault} ")
+        assert f"Remedy: {cause}" in said
+    assert cause in said
 
 
 class Pairs(small_gpt.SmallGPT):
@@ -360,6 +364,7 @@ def test_an_adapter_whose_call_does_not_fit_is_named(adapted: Any, recipes: Path
         with pytest.raises(ModelError, match="adapter SmallGPTAdapter") as raised:
             Scorer(model, VALIDATION, config=CONFIGS["alphatoken"], adapter=adapter).score(BATCH)
         assert isinstance(raised.value.__cause__, TypeError)
+        assert raised.value.remedy.startswith("let arguments() give")
 
 
 def test_no_adapter_of_the_library_is_blamed() -> None:
