@@ -11,12 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
@@ -365,6 +366,72 @@ def test_an_adapter_whose_call_does_not_fit_is_named(adapted: Any, recipes: Path
             Scorer(model, VALIDATION, config=CONFIGS["alphatoken"], adapter=adapter).score(BATCH)
         assert isinstance(raised.value.__cause__, TypeError)
         assert raised.value.remedy.startswith("let arguments() give")
+
+
+class WithLoss(small_gpt.SmallGPT):
+    """Makes the loss itself, as transformers' trainer wants it; no word of a cache."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = super().forward(input_ids)
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        each = cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none")
+        count = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return SimpleNamespace(logits=logits, loss=each.sum() / count)
+
+
+class WithCache(WithLoss):
+    """Takes ``use_cache``, by this name or among others."""
+
+    def forward(self, input_ids: Tensor, use_cache: bool = True, **rest: Any) -> Any:
+        assert not use_cache
+        return super().forward(input_ids, **rest)
+
+
+class WithRest(WithLoss):
+    """Hands on what it is given, and has no configuration that speaks of a cache."""
+
+    def forward(self, input_ids: Tensor, **rest: Any) -> Any:
+        return super().forward(input_ids, **rest)
+
+
+class OfTrainer:
+    """What the printed adapter has to say of them."""
+
+    model: Any
+
+    def arguments(self, inputs: Any) -> dict[str, Any]:
+        use = {"use_cache": False} if isinstance(self.model, WithCache) else {}
+        return {"input_ids": inputs["input_ids"], **use}
+
+    def logits_of(self, output: Any) -> Any:
+        return output.logits
+
+
+@pytest.mark.parametrize("kind", [WithLoss, WithCache, WithRest])
+def test_a_trainer_turns_off_a_cache_only_where_there_is_one(
+    adapted: Any, tmp_path: Path, kind: type[WithLoss]
+) -> None:
+    from alphatoken.train import AlphaTrainer
+
+    mine: Any = importlib.import_module("my_adapter")
+    mine.OfTrainer = type("Own", (OfTrainer, mine.SmallGPTAdapter), {})
+    protocol.register_adapter(__name__, "my_adapter:OfTrainer")
+    model = adapted.small_gpt(seed=1).float()
+    model.__class__ = kind
+    ids = torch.randint(19, (12, 9), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row.tolist(), "labels": [-100, *row[1:].tolist()]} for row in ids]
+    before = weights(model)
+    trainer = made(
+        AlphaTrainer, tmp_path, model=model, train_dataset=rows[:8], validation_dataset=rows[8:],
+        policy="top", keep_ratio=0.5, validation_batch_size=2, estimator="path", max_steps=2,
+        objective="adaptation", remove_unused_columns=False,
+        data_collator=lambda some: {n: torch.tensor([r[n] for r in some]) for n in rows[0]},
+    )  # fmt: skip
+    trainer.train()
+    assert any(not torch.equal(before[name], one) for name, one in weights(model).items())
 
 
 def test_no_adapter_of_the_library_is_blamed() -> None:
