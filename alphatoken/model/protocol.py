@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import importlib
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
-from alphatoken.errors import CoverageError, ModelError, UnsupportedError
+from alphatoken.errors import (
+    ConfigError,
+    CoverageError,
+    InputError,
+    ModelError,
+    UnsupportedError,
+    quoted,
+)
 
 
 @dataclass(frozen=True)
@@ -83,17 +92,19 @@ class ScoredExperts(ScoredLinear):
 class AttentionCall:
     """Everything one softmax-attention call computes with, in one canonical layout.
 
-    Shapes: query (b, h, t, d); key (b, g, t, d); value (b, g, t, dv), query head ``h`` reads
-    key/value head ``h // (H // G)``. The logits are ``scale * q.k``, capped to
+    Shapes: query (b, h, t, d); key (b, g, t, d); value (b, g, t, dv), heads before tokens. Query
+    head ``h`` reads key/value head ``h // r`` with r = H // G, as ``repeat_interleave(r, dim=1)``
+    of keys and values has it. The logits are ``scale * q.k``, capped to
     ``softcap * tanh(logits / softcap)`` if ``softcap`` is set, then masked. ``sinks`` (H,) are
     extra logits that take probability and give no value.
 
-    ``mask`` is boolean (True: may attend) or additive float, broadcastable to (b, h, t, t). None
-    means causal, within what the next two say, which kernels are given that take no mask:
-    ``documents`` (b, t) numbers the sequence that each position belongs to, -1 for padding, which
-    attends to nothing and is attended to by none; ``window`` is the number of positions of its own
-    document, the last of which is its own, that a query attends to. ``flash`` says that the kernel
-    is one of these, of the flash-attn packages or the hub's builds of them.
+    ``mask`` is boolean (True: may attend) or additive float, and broadcasts to (b, h, t, t), with
+    queries before keys: (t, t) will do. None means causal, within what the next two say, which
+    kernels are given that take no mask: ``documents`` (b, t) numbers the sequence that each
+    position belongs to, -1 for padding, which attends to nothing and is attended to by none;
+    ``window`` is the number of positions of its own document, the last of which is its own, that a
+    query attends to. ``flash`` says that the kernel is one of these, of the flash-attn packages or
+    the hub's builds of them.
     """
 
     module: nn.Module
@@ -108,6 +119,38 @@ class AttentionCall:
     documents: Tensor | None = None
     window: int | None = None
     flash: bool = False
+
+    def __post_init__(self) -> None:
+        """Give a mask its leading axes, of length 1, and documents all their rows.
+
+        Raises:
+            InputError: one of them does not broadcast, or holds numbers of another kind.
+        """
+        rows, heads, queries, _ = self.query.shape
+        mask, documents = self.mask, self.documents
+        if mask is not None:
+            numbers = mask.dtype == torch.bool or mask.is_floating_point()
+            self._require("mask", mask, (rows, heads, queries, self.key.shape[2]), numbers)
+            if mask.dim() < 4:
+                object.__setattr__(self, "mask", mask[(None,) * (4 - mask.dim())])
+        if documents is not None:
+            numbers = not (documents.dtype == torch.bool or documents.is_floating_point())
+            self._require("documents", documents, (rows, queries), numbers)
+            object.__setattr__(self, "documents", documents.expand(rows, queries))
+
+    def _require(self, name: str, given: Tensor, shape: tuple[int, ...], numbers: bool) -> None:
+        missing = len(shape) - given.dim()
+        sizes = (1,) * missing + tuple(given.shape)
+        if missing >= 0 and numbers and all(n in (1, m) for n, m in zip(sizes, shape, strict=True)):
+            return
+        raise InputError(
+            f"the {name} of an AttentionCall cannot be read",
+            got=f"{tuple(given.shape)} of {given.dtype} for queries {tuple(self.query.shape)} and "
+            f"keys {tuple(self.key.shape)}",
+            why="weights would be of other positions than those that the kernel attends to",
+            remedy="a mask that broadcasts to (b, h, t, t), boolean (True: may attend) or added to "
+            "the logits; documents (b, t) as whole numbers; heads before tokens",
+        )
 
 
 NativeAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -204,14 +247,17 @@ class DecoderAdapter(Protocol):
 
     # --- what a subclass writes ------------------------------------------------------------------
 
+    @abstractmethod
     def layers(self) -> Sequence[nn.Module]:
         """The decoder blocks, first to last."""
         ...
 
+    @abstractmethod
     def attention_modules(self, layer: int) -> tuple[nn.Module, ...]:
         """The modules of this layer that make softmax-attention calls."""
         ...
 
+    @abstractmethod
     def override_attention(
         self, modules: Sequence[nn.Module], override: AttentionOverride
     ) -> AbstractContextManager[None]:
@@ -272,8 +318,22 @@ class DecoderAdapter(Protocol):
         return nullcontext()
 
     def forward(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Logits (b, t, vocabulary) of one forward pass without a cache."""
-        return self.logits_of(self.model(**self.arguments(inputs)))
+        """Logits (b, t, vocabulary) of one forward pass without a cache.
+
+        Raises:
+            ModelError: the model's forward, or an attention kernel, is called with arguments that
+                it does not take.
+        """
+        try:
+            output = self.model(**self.arguments(inputs))
+        except TypeError as error:
+            raise ModelError(
+                f"the model cannot be called by your adapter {type(self).__name__}",
+                got=quoted(error),
+                remedy="let arguments() give what the model's forward takes, and what "
+                "override_attention() puts in a kernel's place take what the kernel does",
+            ) from error
+        return self.logits_of(output)
 
     def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments that ``forward`` calls the model with (``inputs`` plus no cache).
@@ -284,9 +344,24 @@ class DecoderAdapter(Protocol):
         return dict(inputs)
 
     def logits_of(self, output: Any) -> Tensor:
-        """The logits in what the model's forward returned; by default that is the logits."""
-        assert isinstance(output, Tensor)
-        return output
+        """The logits in what the model's forward returned.
+
+        Default: that itself, or the first of a tuple.
+
+        Raises:
+            ModelError: this is no tensor (b, t, vocabulary).
+        """
+        logits = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(logits, Tensor) and logits.dim() == 3:
+            return logits
+        shape = f" {tuple(logits.shape)}" if isinstance(logits, Tensor) else ""
+        raise ModelError(
+            "the model's forward returned no logits (batch, tokens, vocabulary)",
+            got=f"{type(logits).__qualname__}{shape}"
+            f"{', the first of a tuple' if logits is not output else ''}",
+            remedy=f"logits_of() of your adapter {type(self).__name__} takes them from what it "
+            "returns",
+        )
 
     def next_token_logits(
         self, input_ids: Tensor, attention_mask: Tensor, state: Any
@@ -369,6 +444,7 @@ def find_adapter(model: nn.Module) -> DecoderAdapter:
 
     Raises:
         ModelError: no adapter is registered for any package in the model's class hierarchy.
+        ConfigError: the one that is registered cannot be imported or made.
     """
     if isinstance(model, DecoderAdapter):  # the user's model may follow the protocol by itself
         return model
@@ -376,15 +452,38 @@ def find_adapter(model: nn.Module) -> DecoderAdapter:
     for package in _packages(model):
         target = _REGISTRY.get(package)
         if target is not None:
-            module, _, name = target.partition(":")
-            adapter = getattr(importlib.import_module(module), name)(model)
-            assert isinstance(adapter, DecoderAdapter)
-            return adapter
+            return _made(target, model)
     raise ModelError(
         "no adapter knows this model",
         got=f"{type(model).__module__}.{type(model).__qualname__}",
         why="layers, scored linears and attention calls cannot be found by guessing",
         remedy="pass a transformers decoder, or write a DecoderAdapter and register_adapter(...)",
+    )
+
+
+def _made(target: str, model: nn.Module) -> DecoderAdapter:
+    """The registered adapter "module:Class" of the model."""
+    module, _, name = target.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: of an empty name
+        raise _cannot_be_made(target, quoted(error)) from error
+    try:
+        adapter = kind(model)
+    except TypeError as error:  # of a class that leaves out what it has to write, too
+        raise _cannot_be_made(target, quoted(error)) from error
+    if not isinstance(adapter, DecoderAdapter):
+        raise _cannot_be_made(target, f"{type(adapter).__qualname__} is no DecoderAdapter")
+    return adapter
+
+
+def _cannot_be_made(target: str, said: str) -> ConfigError:
+    return ConfigError(
+        "the registered adapter of this model cannot be made",
+        got=f"{target!r}: {said}",
+        remedy='register_adapter(package, "module:Class") with an importable subclass of '
+        "DecoderAdapter that writes layers, attention_modules and override_attention, and is made "
+        "of the model alone",
     )
 
 
@@ -398,19 +497,25 @@ def adapter_remedy(adapter: DecoderAdapter) -> str:
     if not is_users_own(adapter):
         return ""
     return (
-        f"your adapter {type(adapter).__name__} may be the cause: layers() must give every block "
-        "in order, attention_modules() every attention, each AttentionCall the scale and mask of "
-        "the model's own kernel, and arguments() all that logits depend on"
+        f"your adapter {type(adapter).__name__} may be the cause: each AttentionCall that "
+        "override_attention() makes must state the scale, mask and softcap of the model's own "
+        "kernel, attention_modules() every attention, layers() every block in order, and "
+        "arguments() all that logits depend on"
     )
 
 
 @contextmanager
 def adapter_named(adapter: DecoderAdapter) -> Iterator[None]:
-    """Context in which a proof that fails names the user's own adapter as a possible cause."""
+    """Context in which a proof that fails names the user's own adapter first, as likely wrong."""
     try:
         yield
     except (CoverageError, ModelError, UnsupportedError) as error:
-        if not (remedy := adapter_remedy(adapter)):
+        name, remedy = f"your adapter {type(adapter).__name__}", adapter_remedy(adapter)
+        if not remedy or name in str(error):
             raise
-        more = "; or ".join(filter(None, (error.remedy, remedy)))
-        raise type(error)(error.what, got=error.got, why=error.why, remedy=more) from None
+        what, more = (
+            f"under {name} {error.what}",
+            "; or ".join(filter(None, (remedy, error.remedy))),
+        )
+        named = type(error)(what, got=error.got, why=error.why, remedy=more)
+        raise named from error.__cause__

@@ -39,6 +39,8 @@ class Call(Protocol):
     scale: float
     softcap: float | None
     sinks: Tensor | None
+    documents: Tensor | None
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -299,13 +301,31 @@ def split_attention(call: Call) -> tuple[Tensor, Tensor]:
     return self_only, alpha.detach()
 
 
+def _attended(call: Call) -> Tensor:
+    """(b or 1, 1, k, t) True where k attends to t, of a call that has no mask.
+
+    A causal one; within a document, where ``documents`` numbers them (-1: padding, in none); and
+    to the last ``window`` positions of it alone, k's own being one of them.
+    """
+    length, device = call.query.shape[2], call.query.device
+    one = torch.zeros(1, length, dtype=torch.long, device=device)
+    of = one if call.documents is None else call.documents
+    # A_kt = 1 if t <= k and D_t = D_k >= 0, else 0
+    past = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    seen = past & (of[:, :, None] == of[:, None, :]) & (of >= 0)[:, :, None]
+    if call.window is not None:
+        # n_k = sum_t A_kt: k is the n_k-th position of its document
+        place = seen.sum(-1)
+        # k attends to t if A_kt = 1 and n_k - n_t < W
+        seen = seen & (place[:, :, None] - place[:, None, :] < call.window)
+    return seen.unsqueeze(1)
+
+
 def _softmax(call: Call, logits: Tensor) -> Tensor:
     """Soft-cap, mask, sinks, softmax over the last axis; a query that sees nothing gets zeros."""
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
-    mask = call.mask
-    if mask is None:
-        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+    mask = _attended(call) if call.mask is None else call.mask
     if mask.dtype == torch.bool:
         blind = ~mask.any(-1, keepdim=True)
         logits = logits.masked_fill(~mask, -torch.inf).masked_fill(blind, 0.0)

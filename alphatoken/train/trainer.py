@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ class LogitsLoss(TrainerLoss):
         rest = {k: v for k, v in inputs.items() if k != "labels"}
         if not self._compared:
             self._compare(proxy, inputs, num_items)
-        total = -proxy.logits({**rest, "use_cache": False}, labels).sum()
+        total = -proxy.logits({**rest, **self._without_cache}, labels).sum()
         count = label_mask(labels).sum() if num_items is None else torch.as_tensor(num_items)
         loss = total / count.to(total.device).clamp(min=1)
         if proxy.aux_loss is not None:
@@ -61,6 +62,17 @@ class LogitsLoss(TrainerLoss):
         if self.args.average_tokens_across_devices and num_items is not None:
             loss = loss * self.accelerator.num_processes
         return loss
+
+    @property
+    def _without_cache(self) -> dict[str, bool]:
+        """The argument that spares a cache, of a model whose forward takes it."""
+        model = self.model
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft
+        taken = inspect.signature(inner.forward).parameters
+        # Many of transformers take it among others, and their configuration has it.
+        others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
+        known = others and hasattr(getattr(inner, "config", None), "use_cache")
+        return {"use_cache": False} if "use_cache" in taken or known else {}
 
     @property
     def _router_share(self) -> float:
@@ -76,7 +88,7 @@ class LogitsLoss(TrainerLoss):
             UnsupportedError: the model makes another one of these labels.
         """
         labels = inputs["labels"]
-        arguments = {**inputs, "use_cache": False}
+        arguments = {**inputs, **self._without_cache}
         if num_items is not None and self._trainer.model_accepts_loss_kwargs:
             arguments["num_items_in_batch"] = num_items
         with evaluation_mode(self.model):

@@ -11,15 +11,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from alphatoken import Scorer, ScorerConfig
-from alphatoken.errors import AlphaTokenError, ModelError
+from alphatoken.errors import AlphaTokenError, ConfigError, ModelError
 from alphatoken.estimate.batch_proofs import as_observed
 from alphatoken.model import protocol
 from alphatoken.train.policies import policy
@@ -282,7 +283,155 @@ def test_a_fault_of_an_adapter_is_named_as_a_possible_cause(
         said = str(scorer.verify(BATCH))
     except AlphaTokenError as error:
         said = str(error)
-    assert f"your adapter {fault} may be the cause" in said
+    cause = f"your adapter {fault} may be the cause: each AttentionCall"
+    if not said.startswith("Certificate"):  # the adapter opens an error, and its remedy
+        assert said.startswith(f"under your adapter {fault} ")
+        assert f"Remedy: {cause}" in said
+    assert cause in said
+
+
+class Pairs(small_gpt.SmallGPT):
+    """Returns the logits first, and something else, in the order that ``first`` says."""
+
+    first = True
+
+    def forward(self, tokens: Tensor) -> Any:
+        pair = (super().forward(tokens), torch.zeros(()))
+        return pair if self.first else pair[::-1]
+
+
+def of_pairs() -> Pairs:
+    model = small_gpt.small_gpt(seed=1)
+    model.__class__ = Pairs
+    return model
+
+
+@pytest.mark.parametrize("name", ["alphatoken", "exact", "walk"])
+def test_logits_may_be_the_first_of_a_tuple(adapted: Any, name: str) -> None:
+    """As nanoGPT's forward returns them, before the loss."""
+    adapter = importlib.import_module("my_adapter").SmallGPTAdapter
+    model, plain = of_pairs(), adapted.small_gpt(seed=1)
+    plain.load_state_dict(model.state_dict())
+    scorer = Scorer(model, VALIDATION, config=CONFIGS[name], adapter=adapter(model))
+    agrees(scorer, lambda: model(BATCH["input_ids"])[0])
+    expected = Scorer(plain, VALIDATION, config=CONFIGS[name]).score(BATCH).total
+    assert torch.equal(scorer.score(BATCH).total, expected)
+
+
+def test_an_output_without_logits_names_the_method_that_takes_them(adapted: Any) -> None:
+    model = of_pairs()
+    model.first = False
+    adapter = importlib.import_module("my_adapter").SmallGPTAdapter(model)
+    with pytest.raises(ModelError, match=r"no logits .*logits_of\(\) of your adapter SmallGPTAdap"):
+        Scorer(model, VALIDATION, config=CONFIGS["path"], adapter=adapter).score(BATCH)
+
+
+@pytest.mark.parametrize("method", ["layers", "attention_modules", "override_attention"])
+def test_a_method_that_an_adapter_leaves_out_is_named(adapted: Any, method: str) -> None:
+    """Where it is made: by the user, or of a registered class by the library."""
+    written = dict(vars(importlib.import_module("my_adapter").SmallGPTAdapter))
+    del written[method]
+    kept = {name: one for name, one in written.items() if callable(one)}
+    short = type("Short", (protocol.DecoderAdapter,), kept)
+    model = adapted.small_gpt(seed=1)
+    with pytest.raises(TypeError, match=f"Short.*{method}"):
+        short(model)
+    importlib.import_module("my_adapter").Short = short  # type: ignore[attr-defined]
+    protocol.register_adapter(small_gpt.__name__, "my_adapter:Short")
+    with pytest.raises(ConfigError, match=f"my_adapter:Short.*{method}"):
+        Scorer(model, VALIDATION)
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["my_adaptor:SmallGPTAdapter", "my_adapter:SmallGPTAdaptor", "my_adapter.SmallGPTAdapter",
+     "my_adapter", "", "my_adapter:partial", "my_adapter:AttentionCall"],
+)  # fmt: skip
+def test_a_registered_adapter_that_is_not_there_is_named(adapted: Any, target: str) -> None:
+    protocol.register_adapter(small_gpt.__name__, target)
+    with pytest.raises(ConfigError, match="module:Class") as raised:
+        Scorer(adapted.small_gpt(seed=1), VALIDATION)
+    assert repr(target) in str(raised.value)
+
+
+def test_an_adapter_whose_call_does_not_fit_is_named(adapted: Any, recipes: Path) -> None:
+    """A kernel of other arguments, and a forward of other names: the adapter, not a bare call."""
+    source = printed("my_adapter.py")
+    changes = {"attend(module, query, key, value)": "attend(module, query, key)", '"tokens"': '"x"'}
+    for number, (old, new) in enumerate(changes.items()):
+        (recipes / f"my_mistake_{number}.py").write_text(source.replace(old, new, 1), "utf-8")
+        model = adapted.small_gpt(seed=1)
+        adapter = importlib.import_module(f"my_mistake_{number}").SmallGPTAdapter(model)
+        with pytest.raises(ModelError, match="adapter SmallGPTAdapter") as raised:
+            Scorer(model, VALIDATION, config=CONFIGS["alphatoken"], adapter=adapter).score(BATCH)
+        assert isinstance(raised.value.__cause__, TypeError)
+        assert raised.value.remedy.startswith("let arguments() give")
+
+
+class WithLoss(small_gpt.SmallGPT):
+    """Makes the loss itself, as transformers' trainer wants it; no word of a cache."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = super().forward(input_ids)
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        each = cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none")
+        count = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return SimpleNamespace(logits=logits, loss=each.sum() / count)
+
+
+class WithCache(WithLoss):
+    """Takes ``use_cache``, by this name or among others."""
+
+    def forward(self, input_ids: Tensor, use_cache: bool = True, **rest: Any) -> Any:
+        assert not use_cache
+        return super().forward(input_ids, **rest)
+
+
+class WithRest(WithLoss):
+    """Hands on what it is given, and has no configuration that speaks of a cache."""
+
+    def forward(self, input_ids: Tensor, **rest: Any) -> Any:
+        return super().forward(input_ids, **rest)
+
+
+class OfTrainer:
+    """What the printed adapter has to say of them."""
+
+    model: Any
+
+    def arguments(self, inputs: Any) -> dict[str, Any]:
+        use = {"use_cache": False} if isinstance(self.model, WithCache) else {}
+        return {"input_ids": inputs["input_ids"], **use}
+
+    def logits_of(self, output: Any) -> Any:
+        return output.logits
+
+
+@pytest.mark.parametrize("kind", [WithLoss, WithCache, WithRest])
+def test_a_trainer_turns_off_a_cache_only_where_there_is_one(
+    adapted: Any, tmp_path: Path, kind: type[WithLoss]
+) -> None:
+    from alphatoken.train import AlphaTrainer
+
+    mine: Any = importlib.import_module("my_adapter")
+    mine.OfTrainer = type("Own", (OfTrainer, mine.SmallGPTAdapter), {})
+    protocol.register_adapter(__name__, "my_adapter:OfTrainer")
+    model = adapted.small_gpt(seed=1).float()
+    model.__class__ = kind
+    ids = torch.randint(19, (12, 9), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row.tolist(), "labels": [-100, *row[1:].tolist()]} for row in ids]
+    before = weights(model)
+    trainer = made(
+        AlphaTrainer, tmp_path, model=model, train_dataset=rows[:8], validation_dataset=rows[8:],
+        policy="top", keep_ratio=0.5, validation_batch_size=2, estimator="path", max_steps=2,
+        objective="adaptation", remove_unused_columns=False,
+        data_collator=lambda some: {n: torch.tensor([r[n] for r in some]) for n in rows[0]},
+    )  # fmt: skip
+    trainer.train()
+    assert any(not torch.equal(before[name], one) for name, one in weights(model).items())
 
 
 def test_no_adapter_of_the_library_is_blamed() -> None:

@@ -156,6 +156,12 @@ def weights(mask: str) -> Claim:
     return claim(test_attention.test_log_sum_exp_and_weights, cases, examples=60)
 
 
+def told(mask: str) -> Claim:
+    """Weights that the oracle makes of such calls."""
+    cases = calls(mask=mask, b=2)
+    return claim(test_attention.test_the_oracle_attends_as_the_call_says, cases, examples=60)
+
+
 def understood(name: str, how: str) -> Claim:
     """A call of one architecture behind transformers' flash wrapper."""
     check = test_kernels.test_a_flash_call_is_what_the_model_computes
@@ -200,6 +206,18 @@ KERNELS = (
     row("flash-window-not-read", understood("mistral", "bounds"),
         "the sliding window of a flash kernel is left out",
         ("model.dispatch._translated", 'window = named.get("sliding_window")', "window = None")),
+    row("oracle-window-not-read", told("sliding"),
+        "the oracle attends to every earlier token, whatever window the call says",
+        ("oracle.readouts._attended", "if call.window is not None:", "if False:")),
+    row("oracle-window-one-wider", told("sliding documents"),
+        "a window of the oracle reaches one token further back",
+        ("oracle.readouts._attended", "< call.window", "<= call.window")),
+    row("oracle-documents-not-read", told("documents"),
+        "the oracle lets the documents of a call see each other",
+        ("oracle.readouts._attended", "one if call.documents is None else call.documents", "one")),
+    row("oracle-padding-attended", told("holes"),
+        "padding of a call attends to padding in the oracle",
+        ("oracle.readouts._attended", "(of >= 0)", "(of >= -1)")),
 )  # fmt: skip
 
 

@@ -16,9 +16,11 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from alphatoken.errors import InputError
 from alphatoken.model import attention
 from alphatoken.model.protocol import AttentionCall
 from alphatoken.model.switch import BackwardSwitch
+from alphatoken.oracle.readouts import split_attention
 from tests.property.decoder import dense_mask, explicit_attention
 from tests.property.profiles import budget
 from tests.property.setups import CONTRACTION, attention_weights
@@ -360,6 +362,70 @@ def test_log_sum_exp_and_weights(case: AttentionCase) -> None:
         raw = replace(call, softcap=None, mask=torch.zeros(1, 1, 1, 1, dtype=torch.float64))
         x = explicit_logits(raw).diagonal(dim1=2, dim2=3) / case.softcap
         close(slope.flatten(1, 2), 1 - torch.tanh(x).square(), 1.0, CONTRACTION, name="slope")
+
+
+@given(attention_cases())
+@example(HARD)
+@example(BLIND)
+@example(HOLES)
+@budget(0.5)
+def test_the_oracle_attends_as_the_call_says(case: AttentionCase) -> None:
+    """Its weights and outputs, whether a mask says who attends to whom, or window and documents.
+
+    Proves: the oracle attends as the call says (exact), against explicit softmax.
+    """
+    call = case.call()
+    alpha, (output, found) = attention_weights(call), split_attention(call)
+    # exp is as exact as its argument is small: a relative error of eps |logit|.
+    size = 1.0 + explicit_logits(call).abs().nan_to_num(posinf=0.0).amax(-1, keepdim=True)
+    close(found, alpha, size, CONTRACTION, name="alpha of the oracle")
+    values = call.value.detach().repeat_interleave(case.r, dim=1)
+    scale = size * (alpha @ values.abs() + values.abs().amax())
+    close(output.detach(), alpha @ values, scale, CONTRACTION, name="output of the oracle")
+
+
+@given(attention_cases(mask=st.sampled_from(["causal", "by_head"]), b=2), st.booleans())
+@budget(0.3)
+def test_a_mask_may_leave_out_leading_axes(case: AttentionCase, additive: bool) -> None:
+    """(t, t), (1, t, t) and (h, t, t) mean what they broadcast to; documents (t,) likewise.
+
+    Proves: a mask may leave out leading axes (exact), against the mask with all of them.
+    """
+    whole, error = case.call(), case.error()
+    assert whole.mask is not None
+    mask = whole.mask[0]  # of every row alike
+    if additive:
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e9)
+    expected = switched(replace(whole, mask=mask[None]), error, "self")
+    for short in (mask, mask[0]) if case.mask == "causal" else (mask,):
+        call = replace(whole, mask=short)
+        assert all(map(torch.equal, switched(call, error, "self"), expected))
+        close(split_attention(call)[1], attention_weights(call), 1.0, CONTRACTION, name="alpha")
+    documents = torch.arange(case.t) // 2
+    one, all_rows = (
+        switched(replace(whole, mask=None, documents=of), error, "self")
+        for of in (documents, documents.expand(2, -1))
+    )
+    assert all(map(torch.equal, one, all_rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [
+        ("mask", torch.ones(4, 3, dtype=torch.bool)),
+        ("mask", torch.ones(3, 4, 4, dtype=torch.bool)),
+        ("mask", torch.ones(1, 1, 1, 4, 4, dtype=torch.bool)),
+        ("mask", torch.ones(4, 4, dtype=torch.long)),
+        ("documents", torch.zeros(2, 3, dtype=torch.long)),
+        ("documents", torch.zeros(2, 4)),
+    ],
+)
+def test_a_call_that_states_no_attention_is_refused(name: str, stated: Tensor) -> None:
+    """Where an adapter makes it, and not in the arithmetic behind."""
+    call = AttentionCase(b=2, g=1, r=2, t=4).call()
+    with pytest.raises(InputError, match=f"{name} of an AttentionCall") as raised:
+        replace(call, **{name: stated})
+    assert str(tuple(stated.shape)) in str(raised.value)
 
 
 def fused_of(call: AttentionCall, mask: Tensor) -> Any:

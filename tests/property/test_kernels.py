@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,6 +18,7 @@ from alphatoken.config import ESTIMATORS, READ_BY
 from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
 from tests.property.architectures import BY_NAME, VOCABULARY
 from tests.property.decoder import explicit_attention
+from tests.property.profiles import budget
 from tests.property.tolerance import allowed, close
 
 PACKING = ("bounds", "positions", "mask")
@@ -45,11 +48,8 @@ def packed_batch(how: str, seed: int) -> dict[str, Any]:
     return batch
 
 
-def values_of(
-    name: str, implementation: str, batch: Mapping[str, Any], dtype: torch.dtype, estimator: str
-) -> Tensor:
-    """Values of a batch whose every token but a row's or document's first is a response token."""
-    model = BY_NAME[name].build(3, implementation=implementation, dtype=dtype)
+def labelled(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch whose every token but a row's or document's first is a response token."""
     ids, positions = batch["input_ids"], batch.get("position_ids")
     labels = ids.clone()
     labels[:, 0] = -100
@@ -58,12 +58,25 @@ def values_of(
     if "attention_mask" in batch:
         real = batch["attention_mask"] != 0
         labels[~(real & F.pad(real[:, :-1], (1, 0), value=False))] = -100
+    return {**batch, "labels": labels}
+
+
+def scorer_of(model: Any, estimator: str, window: int | None) -> Scorer:
+    """With two validation rows whose every token but the first is a response token."""
     rows = torch.arange(12).view(2, 6) % VOCABULARY
     validation = {"input_ids": rows, "labels": rows.clone()}
     validation["labels"][:, 0] = -100
-    window = 3 if estimator in READ_BY["window"] else None
     config = ScorerConfig(estimator=estimator, layers=2, window=window, uncovered="skip")
-    return Scorer(model, [validation], config=config).score({**batch, "labels": labels}).total
+    return Scorer(model, [validation], config=config)
+
+
+def values_of(
+    name: str, implementation: str, batch: Mapping[str, Any], dtype: torch.dtype, estimator: str
+) -> Tensor:
+    """Values of a batch whose every token but a row's or document's first is a response token."""
+    model = BY_NAME[name].build(3, implementation=implementation, dtype=dtype)
+    window = 3 if estimator in READ_BY["window"] else None
+    return scorer_of(model, estimator, window).score(labelled(batch)).total
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:label values replace flash attention")
@@ -131,6 +144,35 @@ def test_flash_values_are_eager_ones(
     error = float((found - expected).norm() / expected.norm())
     zero = torch.zeros(())
     close(zero + error, zero, 1.0, allowed("norm", kind), name=f"flash, {estimator}, {dtype}")
+
+
+@given(
+    how=st.sampled_from(PACKING),
+    window=st.sampled_from([None, 2, 3]),
+    heads=st.sampled_from([1, 2, 4]),
+    estimator=st.sampled_from(["alphatoken", "direct", "paper_literal"]),
+    seed=st.integers(0, 2),
+)
+@example(how="mask", window=3, heads=2, estimator="alphatoken", seed=0)
+@example(how="mask", window=None, heads=1, estimator="direct", seed=1)
+@budget(0.1, least=4)
+def test_values_on_flash_are_certified(
+    how: str, window: int | None, heads: int, estimator: str, seed: int
+) -> None:
+    """Windows, packed rows, padding on either side, and heads that share keys.
+
+    Proves: values on flash are certified (exact), against every component anew.
+    """
+    model = BY_NAME["mistral"].build(
+        seed,
+        implementation="flash",
+        dtype=torch.float32,
+        sliding_window=window,
+        num_key_value_heads=heads,
+    )
+    batch = labelled(packed_batch(how, seed))
+    found = scorer_of(model, estimator, None).verify(batch, tokens=2, progress=False)
+    assert found.passed, str(found)
 
 
 def test_a_document_over_two_rows_is_refused() -> None:
