@@ -297,6 +297,7 @@ class Estimator(ABC, Generic[D]):
             losses = losses.detach().to(values.total.device, wide(losses.dtype))
             losses = losses.masked_fill(~values.mask, 0.0)
         ids = recording.batch.inputs.get("input_ids")
+        ids = None if ids is None else ids.clone()  # the caller may fill his buffer again
         return require_finite_values(replace(values, losses=losses, input_ids=ids))
 
     @abstractmethod

@@ -32,6 +32,7 @@ LOSSES = claim(
     estimators.test_values_come_with_the_losses_of_their_tokens,
     setup=Setup(moved.PADDED), way="label, central", examples=1,
 )  # fmt: skip
+BUFFERS = claim(estimators.test_values_outlive_the_buffers_of_their_batch, way="walk", examples=1)
 SHIFTED = claim(moved.test_a_shift_is_what_it_says, examples=1)
 STATED = claim(moved.test_in_float32_the_stated_error_bounds_the_true_one, examples=1)
 MOVED_KEPT = claim(moved.test_the_step_is_kept_until_m_changes_its_length, examples=1)
@@ -287,6 +288,9 @@ WALKS = (
     row("walk-of-former-rows", NEW,
         "other validation rows change nothing",
         ("direction.cache.DirectionCache.invalidate", "self.kept = self._age = ", "self._age = ")),
+    row("tokens-of-the-callers-buffer", BUFFERS,
+        "values name the tokens of the batch that came into the buffer after theirs",
+        ("estimate.estimator.Estimator.values", "ids.clone()", "ids")),
     row("walk-of-rows-as-they-were", WRITTEN_ROWS,
         "what is written into validation tensors is not read",
         ("direction.cache.DirectionCache._of_other_inputs", "age[1:] != self._start[1:] or ", "")),

@@ -580,3 +580,30 @@ def test_values_come_with_the_losses_of_their_tokens(setup: Setup, way: str) -> 
         assert values.losses is not None
         close(values.losses, wanted, 1.0 + wanted, 1e-7, name=way)
         assert not bool(values.losses[~values.mask].any())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_values_outlive_the_buffers_of_their_batch(way: str) -> None:
+    """A loop fills its tensors with the next batch; values and tokens stay those of the last.
+
+    Proves: values outlive the buffers of their batch (exact), against copies of their tensors.
+    """
+    setup = Setup(PADDED)
+    model = setup.case.model()
+    options = {"retention": False, **WAYS[way]}
+    scorer = make_scorer(setup, way.split(",")[0], model=model, **options)
+    for observes in (False, True):
+        buffers = {name: tensor.clone() for name, tensor in setup.case.batch.items()}
+        inputs = {name: tensor for name, tensor in buffers.items() if name != "labels"}
+        if observes:
+            with quiet(), scorer.observe() as observed:
+                values = observed.values(model(**inputs), buffers["labels"])
+        else:
+            values = quiet_score(scorer, buffers)
+        own = {n: one for n, one in vars(values).items() if isinstance(one, Tensor)}
+        before = {name: one.clone() for name, one in own.items()}
+        assert torch.equal(before["input_ids"], setup.case.batch["input_ids"])
+        for tensor in buffers.values():
+            tensor.fill_(1)
+        for name, one in own.items():
+            assert torch.equal(one, before[name]), name
