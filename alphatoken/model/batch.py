@@ -467,6 +467,21 @@ def _refuse_numbers(
         )
 
 
+def labels_are_shifted(batch: LabelledBatch) -> bool:
+    """Whether each label is the token after its place, and not the one at it; waits for the device.
+
+    Labels that are other tokens altogether may be meant.
+    """
+    ids, labels = batch.inputs.get("input_ids"), batch.labels
+    if not isinstance(ids, Tensor) or ids.shape != labels.shape:
+        return False
+    # What stands at the last place of a row follows no rule.
+    labels, here, after = labels[:, :-1], ids[:, :-1].to(labels), ids[:, 1:].to(labels)
+    unlabelled = labels == IGNORE
+    follows = (unlabelled | (labels == after)).all()
+    return bool(follows & (~unlabelled & (labels != here)).any())
+
+
 def _unmeant(mask: Any) -> Tensor | None:
     """Where a two-dimensional mask is neither 0 nor a whole number from 1 on."""
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype == torch.bool:

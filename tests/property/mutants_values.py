@@ -33,6 +33,9 @@ LOSSES = claim(
     setup=Setup(moved.PADDED), way="label, central", examples=1,
 )  # fmt: skip
 BUFFERS = claim(estimators.test_values_outlive_the_buffers_of_their_batch, way="walk", examples=1)
+SHIFTED_LABELS = claim(
+    estimators.test_labels_that_are_shifted_already_are_named, estimator="walk", examples=1
+)
 SHIFTED = claim(moved.test_a_shift_is_what_it_says, examples=1)
 STATED = claim(moved.test_in_float32_the_stated_error_bounds_the_true_one, examples=1)
 MOVED_KEPT = claim(moved.test_the_step_is_kept_until_m_changes_its_length, examples=1)
@@ -291,6 +294,12 @@ WALKS = (
     row("tokens-of-the-callers-buffer", BUFFERS,
         "values name the tokens of the batch that came into the buffer after theirs",
         ("estimate.estimator.Estimator.values", "ids.clone()", "ids")),
+    row("shifted-labels-unsaid", SHIFTED_LABELS,
+        "labels of the tokens after their places are valued without a word",
+        ("model.batch.labels_are_shifted", "bool(follows &", "bool(~follows &")),
+    row("other-labels-taken-for-shifted", SHIFTED_LABELS,
+        "labels that are meant to be other tokens are said to be shifted",
+        ("model.batch.labels_are_shifted", "bool(follows &", "bool(")),
     row("walk-of-rows-as-they-were", WRITTEN_ROWS,
         "what is written into validation tensors is not read",
         ("direction.cache.DirectionCache._of_other_inputs", "age[1:] != self._start[1:] or ", "")),
