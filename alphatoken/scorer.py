@@ -97,8 +97,10 @@ class Scorer:
     changed that they depend on: weights, by whichever writer, buffers, validation tensors, which
     parameters train, adapters and settings: numbers, tensors and arrays in attributes of modules,
     also in collections, objects and functions there. Globals and files are not read; ``refresh``
-    after a change of one. For this each ``score`` and each ``observe`` reads all weights once,
-    about what a forward of one token reads; with ``pin`` you decide, and nothing is read.
+    after a change of one. A walk keeps its end while weights change, as a training run needs it,
+    and ``score`` then warns; other validation numbers, or settings at the weights where it began,
+    take a new one. For this each ``score`` and each ``observe`` reads all weights once, about what
+    a forward of one token reads; with ``pin`` you decide, and nothing is read.
 
     Raises:
         ConfigError, CoverageError, UnsupportedError, FisherError, InputError, NumericalError,
@@ -488,8 +490,8 @@ class Scorer:
                 function gets the :class:`alphatoken.support.progress.Tracker`.
 
         Raises:
-            UnsupportedError: weights or gradients are spread over processes, or P comes from an
-                optimizer that the oracle does not know.
+            UnsupportedError: weights or gradients are spread over processes, P comes from an
+                optimizer that the oracle does not know, or a walk began at other weights.
         """
         # By name: the certificate imports this file, and with it come the oracles.
         certificate = importlib.import_module("alphatoken.certificate.certify")

@@ -75,6 +75,13 @@ def certify(
     start = time.monotonic()
     weights = {"token_weights": token_weights, "step_weights": step_weights}
     by_way = _ways(scorer, batch, weights)
+    if scorer.estimator.cache.outdated:
+        raise UnsupportedError(
+            "a walk that began at other weights cannot be certified",
+            got="weights that have changed since the walk was taken",
+            why="the oracle would have to walk from there, and those weights are gone",
+            remedy="scorer.refresh(), which takes a new walk; or verify before you train",
+        )
     if fisher_file is not None:
         arguments = replace(arguments, retention=read_drift(fisher_file))
     walks = arguments.config.estimator == WALK

@@ -44,6 +44,11 @@ def age_of(inputs: DirectionInputs) -> tuple[object, ...]:
     )
 
 
+def validation_age(inputs: DirectionInputs) -> object:
+    """A value that is equal at two times only if no validation tensor was written to in between."""
+    return numbers_of(_tensors_in(inputs.validation))
+
+
 def _optimizer_age(inputs: DirectionInputs) -> object:
     optimizer = inputs.arguments.optimizer
     if inputs.config.preconditioner != "frozen" or optimizer is None:
@@ -101,7 +106,8 @@ class DirectionCache(Generic[T]):
         build: builds it at the weights as they are.
         age_of: equal at two times only if nothing that it depends on has changed in between; its
             first entry is ``weights_age``.
-        lasts: changes of the age after which it is stale; 0: it is kept until ``invalidate``.
+        lasts: changes of the age after which it is stale; 0: whatever the weights become, it is
+            kept. It is stale at once when another entry of the age has changed.
 
     Attributes:
         inputs: what it is built from now; ``set_validation`` and ``set_retention`` replace it.
@@ -125,6 +131,10 @@ class DirectionCache(Generic[T]):
         self.version = self.builds = 0
         self._build, self._age_of, self._lasts = build, age_of, lasts
         self._age: tuple[object, ...] | None = None
+        # At the first use of what is kept; None as long as ``pin`` decides. And whether a setting
+        # of the model has changed since.
+        self._start: tuple[object, ...] | None = None
+        self._other_setting = False
         self._changes = 0
 
     def set_validation(self, validation: Any) -> None:
@@ -143,15 +153,18 @@ class DirectionCache(Generic[T]):
 
     def invalidate(self) -> None:
         """Drop it; the next use builds it anew."""
-        self.kept = self._age = None
+        self.kept = self._age = self._start = None
+        self._other_setting = False
 
     def keep(self, built: T) -> None:
         """Use ``built``, from another run or another cache, as if it had just been built here."""
-        self.kept, self._age, self._changes = built, None, 0
+        self.invalidate()
+        self.kept, self._changes = built, 0
 
     def follow(self, former: DirectionCache[T]) -> None:
-        """Go on where another cache of the same weights stands."""
+        """Go on where another cache stands, of the same weights under another setting."""
         self.kept, self._age, self._changes = former.kept, former._age, former._changes
+        self._start, self._other_setting = former._start, former._start is not None
 
     def _current_age(self) -> tuple[object, ...]:
         return self._age_of(self.inputs) if self.pinned is None else ("pinned", self.pinned)
@@ -177,12 +190,35 @@ class DirectionCache(Generic[T]):
         age = self._current_age()
         self.version += age != self._age
         self._changes += self._age is not None and age != self._age
-        if self.kept is None or (self._lasts and self._changes >= self._lasts):
-            self.kept = self._age = None  # if building fails, nothing of it may pass for current
+        due = self._lasts and self._changes >= self._lasts
+        if self.kept is None or due or self._of_other_inputs(age):
+            self.invalidate()  # if building fails, nothing of it may pass for current
             self.kept, self._changes = self._build(self.inputs), 0
             self.builds += 1
         self._age = age
+        if self.pinned is None and self._start is None:
+            self._start = age
         return self.kept
+
+    def _of_other_inputs(self, age: tuple[object, ...]) -> bool:
+        """Whether what is kept was built from other inputs than weights, which training moves.
+
+        A setting that changed beside the weights may be training's own: a loop keeps its walk.
+        """
+        if self.pinned is not None or self._start is None:
+            return False
+        return age[1:] != self._start[1:] or (self._other_setting and age[0] == self._start[0])
+
+    @property
+    def outdated(self) -> bool:
+        """Whether, at its last use, what is kept was of other weights than at its first.
+
+        False where nobody knows: under ``pin``, and of weights in shards.
+        """
+        if self.pinned is not None or self.inputs.scored.sharding is not None:
+            return False
+        start, last = self._start, self._age
+        return start is not None and last is not None and start[0] != last[0]
 
     def peek(self) -> T | None:
         """The one of the current weights if it is at hand; None where it would have to be built."""

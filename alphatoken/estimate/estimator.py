@@ -24,10 +24,11 @@ from alphatoken.direction.objective import forward_losses, scoring_forward
 from alphatoken.errors import AlphaTokenWarning, InputError, warn_caller
 from alphatoken.estimate.proofs import CaptureCheck
 from alphatoken.estimate.token_values import DirectCausal, combine, require_finite_values
-from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.model.batch import LabelledBatch, labels_are_shifted, read_batch
 from alphatoken.model.batch_slice import around_responses
 from alphatoken.model.capture import Recorder
 from alphatoken.model.head import HeadUse, rounding_tolerance
+from alphatoken.support.devices import on_host
 from alphatoken.support.precision import wide
 from alphatoken.values import TokenValues
 
@@ -187,6 +188,7 @@ class Estimator(ABC, Generic[D]):
         inputs = cache.inputs
         self.cache, self.adapter, self.config = cache, inputs.adapter, inputs.config
         self.scored, self.warn, self._warned = inputs.scored, True, False
+        self._labels_seen = self._shift_said = False
         self.proofs = CaptureCheck(self.adapter, self.scored, self.config)
 
     @property
@@ -213,11 +215,31 @@ class Estimator(ABC, Generic[D]):
         """The batch and the weights on its token losses; see ``read_batch``, ``read_weights``."""
         adapter = self.adapter
         checked = read_batch(batch, max_length=adapter.max_positions(), model=adapter.model)
+        self.see_labels(checked)
         return (
             checked,
             read_weights("token", token_weights, checked.mask),
             read_weights("step", step_weights, checked.mask),
         )
+
+    def see_labels(self, batch: LabelledBatch) -> None:
+        """Warn, once, where labels of this batch or of the first validation batch are shifted.
+
+        On a device the first batch is looked at, since a look waits.
+        """
+        if not self.warn or (self._labels_seen and not on_host(batch.labels)):
+            return
+        own = None if self._labels_seen else self.inputs.first_batch()
+        seen, self._labels_seen = {"validation batch": own, "batch": batch}, True
+        shifted = [role for role, one in seen.items() if one and labels_are_shifted(one)]
+        if shifted and not self._shift_said:
+            self._shift_said = True
+            warn_caller(
+                f"In the {' and the '.join(shifted)} a label is another token than the one at its "
+                "place: each is the token after it (the loss itself shifts labels). Pass labels "
+                "unshifted, input_ids with -100 where nothing is valued.",
+                AlphaTokenWarning,
+            )
 
     def prepare(self, batch: LabelledBatch | None = None) -> D:
         """The direction at the current weights, built where it is stale, with the proofs due.
@@ -245,6 +267,7 @@ class Estimator(ABC, Generic[D]):
         With ``same_parameters`` only settings have, and no parameter was replaced or frozen.
         """
         self.warn, self._warned = former.warn, former._warned
+        self._labels_seen, self._shift_said = former._labels_seen, former._shift_said
         self.cache.pin(former.cache.pinned)
 
     def forget(self) -> None:
@@ -297,6 +320,7 @@ class Estimator(ABC, Generic[D]):
             losses = losses.detach().to(values.total.device, wide(losses.dtype))
             losses = losses.masked_fill(~values.mask, 0.0)
         ids = recording.batch.inputs.get("input_ids")
+        ids = None if ids is None else ids.clone()  # the caller may fill his buffer again
         return require_finite_values(replace(values, losses=losses, input_ids=ids))
 
     @abstractmethod

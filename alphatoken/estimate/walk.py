@@ -25,7 +25,12 @@ from torch import Tensor, nn
 
 from alphatoken.config import WALK
 from alphatoken.direction.algebra import Direction
-from alphatoken.direction.cache import DirectionCache, require_gradients, weights_age
+from alphatoken.direction.cache import (
+    DirectionCache,
+    require_gradients,
+    validation_age,
+    weights_age,
+)
 from alphatoken.direction.inputs import DirectionInputs
 from alphatoken.direction.objective import forward_losses, objective_value
 from alphatoken.errors import AlphaTokenWarning, ConfigError, UnsupportedError, warn_caller
@@ -101,9 +106,13 @@ def walk(
 
 
 def walk_age(inputs: DirectionInputs) -> tuple[object, ...]:
-    """Numbers of all weights, which a walk starts from; always another one under sharding."""
-    sharded = inputs.scored.sharding is not None
-    return (object() if sharded else weights_age(inputs.adapter.model),)
+    """Numbers of all weights, which a walk starts from, and of the rows that it is taken on.
+
+    Under sharding the first is always another one, and rows are set by the trainer.
+    """
+    if inputs.scored.sharding is not None:
+        return (object(),)
+    return weights_age(inputs.adapter.model), validation_age(inputs)
 
 
 def end_of_walk(inputs: DirectionInputs) -> dict[str, Tensor]:
@@ -204,11 +213,26 @@ class Walk(Estimator[End]):
             return {}
         builds = self.cache.builds  # a number, since the former end would stay in memory
         end = super().prepare(batch)
-        if self.cache.builds == builds and not self._depends:
+        if self.cache.builds != builds:
+            self._warned = False
+        elif not self._depends:
             self.inputs.gradient_of_step(0)
         self._depends = True
+        # A forward that is observed is a training loop's, in which the weights are to move.
+        if batch is not None and self.warn and not self._warned and not self.config.walk_refresh:
+            self._warn_if_outdated()
         self.proofs.see_version(self.cache.version)
         return end
+
+    def _warn_if_outdated(self) -> None:
+        if self.cache.outdated:
+            self._warned = True
+            warn_caller(
+                "This walk began at other weights than the model has now, and is kept, as a "
+                "training run needs it: values are relative to its old end. scorer.refresh() takes "
+                "a new walk from here.",
+                AlphaTokenWarning,
+            )
 
     def prove(self, batch: LabelledBatch, sides: Sequence[Side] = ()) -> None:
         """Nothing but how the model reads the batch: losses are subtracted as they are."""

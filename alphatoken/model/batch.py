@@ -50,13 +50,14 @@ def label_mask(labels: Int[Tensor, "b t"]) -> Bool[Tensor, "b t"]:
 
 
 _PLACES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Labels to (their version, places of their response tokens, the least and the largest label)."""
+"""Labels on a device to (their version, places of their response tokens, least, largest label)."""
 
 
 def response_places(labels: Int[Tensor, "b t"]) -> Int[Tensor, " n"]:
     """Indices of the response tokens in the flattened labels, in order.
 
-    They are looked for once for each tensor of labels, because their number is waited for.
+    On a device they are looked for once for each tensor of labels, because their number is waited
+    for; a write through ``.data`` is noticed there when ``read_batch`` reads the labels again.
     """
     return _places_and_bounds(labels, bounds=False)[0]
 
@@ -70,17 +71,19 @@ def _places_and_bounds(
     labels: Tensor, *, bounds: bool, read: Sequence[int] | None = None
 ) -> tuple[Tensor, tuple[int, int] | None]:
     """Places, and the least and largest label; ``read``: their number and these, where known."""
-    if labels.is_inference():  # has no version: what is written to it would not be noticed
+    # Nothing waits on the host, and what numpy or ``.data`` writes there has no version. Nor has
+    # what is written to a tensor of inference mode.
+    if on_host(labels) or labels.is_inference():
         places = label_mask(labels).flatten().nonzero().squeeze(-1)
         return places, _bounds(labels, places) if bounds else None
     version, places, extremes = _PLACES.get(labels, (None, None, None))
-    if version != labels._version or places is None:
+    if read is not None or version != labels._version or places is None:
         mask, extremes = label_mask(labels).flatten(), None
-        if read is None or on_host(labels):
+        if read is None:
             places = mask.nonzero().squeeze(-1)
         else:  # of known number, so that nothing waits: True comes first, each in order
             places = mask.to(torch.uint8).argsort(descending=True, stable=True)[: read[0]]
-        extremes = None if read is None else (read[1], read[2])
+            extremes = read[1], read[2]
     if bounds and extremes is None:
         extremes = _bounds(labels, places)
     _PLACES[labels] = labels._version, places, extremes
@@ -170,7 +173,7 @@ def token_losses(
     Args:
         scores: logits (b, t, vocabulary), or token log-probabilities: (b, t) with index i for
             token i, or (b, t - 1) with index i - 1 for token i (TRL's layout).
-        labels: unshifted, -100 ignored; see ``predicted_labels``.
+        labels: unshifted, -100 ignored; see ``predicted_labels`` and ``response_places``.
         role: how messages call this batch.
 
     Returns:
@@ -462,6 +465,21 @@ def _refuse_numbers(
             why="it would be predicted from the last token of another document",
             remedy="set labels to -100 at the first token of each document",
         )
+
+
+def labels_are_shifted(batch: LabelledBatch) -> bool:
+    """Whether each label is the token after its place, and not the one at it; waits for the device.
+
+    Labels that are other tokens altogether may be meant.
+    """
+    ids, labels = batch.inputs.get("input_ids"), batch.labels
+    if not isinstance(ids, Tensor) or ids.shape != labels.shape:
+        return False
+    # What stands at the last place of a row follows no rule.
+    labels, here, after = labels[:, :-1], ids[:, :-1].to(labels), ids[:, 1:].to(labels)
+    unlabelled = labels == IGNORE
+    follows = (unlabelled | (labels == after)).all()
+    return bool(follows & (~unlabelled & (labels != here)).any())
 
 
 def _unmeant(mask: Any) -> Tensor | None:

@@ -32,6 +32,10 @@ LOSSES = claim(
     estimators.test_values_come_with_the_losses_of_their_tokens,
     setup=Setup(moved.PADDED), way="label, central", examples=1,
 )  # fmt: skip
+BUFFERS = claim(estimators.test_values_outlive_the_buffers_of_their_batch, way="walk", examples=1)
+SHIFTED_LABELS = claim(
+    estimators.test_labels_that_are_shifted_already_are_named, estimator="walk", examples=1
+)
 SHIFTED = claim(moved.test_a_shift_is_what_it_says, examples=1)
 STATED = claim(moved.test_in_float32_the_stated_error_bounds_the_true_one, examples=1)
 MOVED_KEPT = claim(moved.test_the_step_is_kept_until_m_changes_its_length, examples=1)
@@ -235,6 +239,9 @@ WALK_KEPT = claim(walks.test_a_changed_setting_keeps_the_walk, examples=1)
 NEW = claim(walks.test_other_validation_rows_and_a_refresh_take_a_new_walk, examples=1)
 NARROW = claim(walks.test_weights_in_16_bits_walk_in_float32, examples=1)
 WALK_CAST = claim(walks.test_autocast_keeps_no_cast_of_weights_that_moved, examples=1)
+WRITTEN_ROWS = claim(walks.test_rows_that_were_written_to_take_a_new_walk, examples=1)
+OTHER_SETTING = claim(walks.test_another_setting_of_the_same_weights_takes_a_new_walk, examples=1)
+OUTDATED = claim(walks.test_a_walk_that_began_at_other_weights_is_named, examples=1)
 CLIMBS = claim(walks.test_a_walk_that_climbs_is_said, examples=1)
 
 
@@ -277,13 +284,32 @@ WALKS = (
     row("walk-never-anew", DUE,
         "walk_refresh is not read",
         ("direction.cache.DirectionCache.current",
-         "(self._lasts and self._changes >= self._lasts)", "False")),
+         "due = self._lasts and self._changes >= self._lasts", "due = False")),
     row("walk-lost-with-a-setting", WALK_KEPT,
         "a new walk from the weights as they are",
         ("direction.cache.DirectionCache.follow", "= former.kept,", "= None,")),
     row("walk-of-former-rows", NEW,
         "other validation rows change nothing",
-        ("direction.cache.DirectionCache.invalidate", "self.kept = self._age = None", "pass")),
+        ("direction.cache.DirectionCache.invalidate", "self.kept = self._age = ", "self._age = ")),
+    row("tokens-of-the-callers-buffer", BUFFERS,
+        "values name the tokens of the batch that came into the buffer after theirs",
+        ("estimate.estimator.Estimator.values", "ids.clone()", "ids")),
+    row("shifted-labels-unsaid", SHIFTED_LABELS,
+        "labels of the tokens after their places are valued without a word",
+        ("model.batch.labels_are_shifted", "bool(follows &", "bool(~follows &")),
+    row("other-labels-taken-for-shifted", SHIFTED_LABELS,
+        "labels that are meant to be other tokens are said to be shifted",
+        ("model.batch.labels_are_shifted", "bool(follows &", "bool(")),
+    row("walk-of-rows-as-they-were", WRITTEN_ROWS,
+        "what is written into validation tensors is not read",
+        ("direction.cache.DirectionCache._of_other_inputs", "age[1:] != self._start[1:] or ", "")),
+    row("walk-under-another-setting", OTHER_SETTING,
+        "a scaling that changed where the weights did not is taken for training",
+        ("direction.cache.DirectionCache._of_other_inputs",
+         " or (self._other_setting and age[0] == self._start[0])", "")),
+    row("walk-from-other-weights-unsaid", OUTDATED,
+        "values are relative to an end that nobody trained towards",
+        ("direction.cache.DirectionCache.outdated", "start[0] != last[0]", "False")),
     row("climbing-walk-unsaid", CLIMBS,
         "a rate that is too high is not noticed",
         ("estimate.walk.end_of_walk", "if after > before:", "if after > 2 * before:")),

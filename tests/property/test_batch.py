@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -72,24 +73,58 @@ def test_reading_counts_tokens_and_positions_and_finds_documents(
         assert starts is None
 
 
-def test_places_follow_labels_that_are_written_to() -> None:
-    """Places and bounds are kept with the labels, until these change.
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_places_follow_labels_that_are_written_to(accelerator: bool) -> None:
+    """Places and bounds that a device keeps with the labels, until these change.
 
     Proves: places of response tokens (exact), against the labels as they are.
     """
     labels = torch.tensor([[-100, 3, -100, 4]])
     logits = torch.randn(1, 4, 7, dtype=torch.float64)
-    assert batch.response_places(labels).tolist() == [1, 3]
-    batch.token_losses(logits, labels)
-    labels[0, 2] = 6
-    assert batch.response_places(labels).tolist() == [1, 2, 3]
-    expected = gradients.token_losses(logits, labels)
-    torch.testing.assert_close(batch.token_losses(logits, labels), expected)
-    labels[0, 1] = 7
-    with pytest.raises(InputError, match="label of the batch is no token.*7 at row 0, token 1"):
+    with mock.patch.object(batch, "on_host", return_value=not accelerator):
+        assert batch.response_places(labels).tolist() == [1, 3]
         batch.token_losses(logits, labels)
-    with torch.inference_mode():
-        assert batch.response_places(labels.clone()).tolist() == [1, 2, 3]
+        labels[0, 2] = 6
+        assert batch.response_places(labels).tolist() == [1, 2, 3]
+        expected = gradients.token_losses(logits, labels)
+        torch.testing.assert_close(batch.token_losses(logits, labels), expected)
+        labels[0, 1] = 7
+        with pytest.raises(InputError, match="label of the batch is no token.*7 at row 0, token 1"):
+            batch.token_losses(logits, labels)
+        with torch.inference_mode():
+            assert batch.response_places(labels.clone()).tolist() == [1, 2, 3]
+
+
+WRITERS = {
+    "numpy": lambda labels, new: np.copyto(labels.numpy(), new.numpy()),
+    "data": lambda labels, new: labels.data.copy_(new),
+}
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_places_follow_writes_that_torch_does_not_count(writer: str, accelerator: bool) -> None:
+    """On the host at once; on a device, where a look would wait, when the batch is read again.
+
+    Proves: places of response tokens after such a write (exact), against the labels as they are.
+    """
+    labels = torch.tensor([[-100, 3, -100, 4, -100]])
+    logits = torch.randn(1, 5, 7, dtype=torch.float64)
+    data = {"input_ids": torch.ones_like(labels), "labels": labels}
+    written = [-100, 3, 6, 4, 5], [-100, 3, 6, -100, 5], [-100, -100, -100, 2, -100]
+    for new in written:
+        with mock.patch.object(batch, "on_host", return_value=not accelerator):
+            batch.token_losses(logits, labels)
+            WRITERS[writer](labels, torch.tensor([new]))
+            found = batch.read_batch(data) if accelerator else None
+            losses_ = batch.token_losses(logits, labels)
+        torch.testing.assert_close(losses_, gradients.token_losses(logits, labels))
+        assert found is None or found.response_tokens == sum(n >= 0 for n in new)
+    outside = torch.tensor([[-100, 1, 2, 3, 7]])
+    WRITERS[writer](labels, outside)
+    if not accelerator:
+        with pytest.raises(InputError, match="no token of the vocabulary.*7 at row 0, token 4"):
+            batch.token_losses(logits, labels)
 
 
 def test_a_label_after_padding_has_neither_loss_nor_weight() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from alphatoken import CoverageError, FisherDrift, Scorer, ScorerConfig
+from alphatoken import AlphaTokenWarning, CoverageError, FisherDrift, Scorer, ScorerConfig
 from alphatoken.diagnose.value_propagation import causal_columns
 from alphatoken.model.batch import read_batch
 from alphatoken.oracle import gradients, influence, propagation
@@ -580,3 +581,72 @@ def test_values_come_with_the_losses_of_their_tokens(setup: Setup, way: str) -> 
         assert values.losses is not None
         close(values.losses, wanted, 1.0 + wanted, 1e-7, name=way)
         assert not bool(values.losses[~values.mask].any())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_values_outlive_the_buffers_of_their_batch(way: str) -> None:
+    """A loop fills its tensors with the next batch; values and tokens stay those of the last.
+
+    Proves: values outlive the buffers of their batch (exact), against copies of their tensors.
+    """
+    setup = Setup(PADDED)
+    model = setup.case.model()
+    options = {"retention": False, **WAYS[way]}
+    scorer = make_scorer(setup, way.split(",")[0], model=model, **options)
+    for observes in (False, True):
+        buffers = {name: tensor.clone() for name, tensor in setup.case.batch.items()}
+        inputs = {name: tensor for name, tensor in buffers.items() if name != "labels"}
+        if observes:
+            with quiet(), scorer.observe() as observed:
+                values = observed.values(model(**inputs), buffers["labels"])
+        else:
+            values = quiet_score(scorer, buffers)
+        own = {n: one for n, one in vars(values).items() if isinstance(one, Tensor)}
+        before = {name: one.clone() for name, one in own.items()}
+        assert torch.equal(before["input_ids"], setup.case.batch["input_ids"])
+        for tensor in buffers.values():
+            tensor.fill_(1)
+        for name, one in own.items():
+            assert torch.equal(one, before[name]), name
+
+
+def _shifted(batch: Mapping[str, Tensor], last: int | None = -100) -> dict[str, Tensor]:
+    labels = batch["labels"]
+    end = labels[:, :1] if last is None else torch.full_like(labels[:, :1], last)
+    return {**batch, "labels": torch.cat([labels[:, 1:], end], 1)}
+
+
+@pytest.mark.parametrize("estimator", ["alphatoken", "walk"])
+def test_labels_that_are_shifted_already_are_named(estimator: str) -> None:
+    """Once a scorer, of batch and validation rows; other labels than the inputs may be meant.
+
+    Proves: labels that are shifted already are named (exact), against the warnings that are given.
+    """
+    case = make_case(("pprrr", "prrrr"), (("pprr", "prrr"),), layers=2)
+    model, plain = case.model(), case.batch
+    others = {**plain, "labels": torch.where(plain["labels"] < 0, -100, 1)}
+    some, whole = _shifted(plain), {**plain, "labels": plain["input_ids"]}
+    rolled = _shifted(whole, None)
+
+    def said(validation: Any, batches: Sequence[Mapping[str, Tensor]], *, watch: bool) -> list[str]:
+        own = ScorerConfig(estimator, layers=1) if estimator != "walk" else ScorerConfig("walk")
+        scorer = Scorer(model, validation, None, own, adapter=ReferenceAdapter(model))
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always", AlphaTokenWarning)
+            for batch in batches:
+                if not watch:
+                    scorer.score(batch)
+                    continue
+                inputs = {name: one for name, one in batch.items() if name != "labels"}
+                with scorer.observe() as observed:
+                    observed.values(model(**inputs), batch["labels"])
+        texts = [str(one.message) for one in given]
+        return [one for one in texts if "another token than the one at its place" in one]
+
+    for watch in (False, True):
+        assert not said([plain], [plain, others], watch=watch)
+        for batches in ([some, some], [plain, rolled, some]):
+            (one,) = said([plain], batches, watch=watch)
+            assert one.startswith("In the batch a label")
+        (one,) = said([some, plain], [plain, some], watch=watch)
+        assert one.startswith("In the validation batch a label")

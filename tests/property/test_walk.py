@@ -473,6 +473,90 @@ def test_a_changed_setting_keeps_the_walk() -> None:
     close(found, expected, 1.0 + expected.abs(), 1e-8, name="kept")
 
 
+def test_rows_that_were_written_to_take_a_new_walk() -> None:
+    """By whichever writer; whatever the weights have become, training writes to no rows.
+
+    Proves: rows that were written to take a new walk (exact), against ``walked``, ``walk_values``.
+    """
+    model = ONE.model()
+    rows = [{name: tensor.clone() for name, tensor in batch.items()} for batch in ONE.validation]
+    scorer = Scorer(model, rows, config=config())
+    quiet_score(scorer, ONE.batch)
+    for number, stepped in enumerate((False, True)):
+        if stepped:
+            _stepped(model)
+        for batch in rows:
+            ids = batch["input_ids"].numpy()  # torch does not count what numpy writes
+            ids[:] = (ids + 1 + number) % 7
+            batch["labels"][batch["labels"] != -100] = batch["input_ids"][batch["labels"] != -100]
+        end = oracle.walked(model, forward_of, rows, STEPS, adamw)
+        expected = oracle.walk_values(model, end, forward_of, ONE.batch)
+        found = quiet_score(scorer, ONE.batch).total
+        close(found, expected, 1.0 + expected.abs(), 1e-8, name="rows")
+
+
+def _rescaled(model: nn.Module, scaling: float) -> None:
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["first"] = scaling  # type: ignore[index,operator]
+
+
+def test_another_setting_of_the_same_weights_takes_a_new_walk() -> None:
+    """Nothing has been trained, so that there is no end to keep; also back at the first weights.
+
+    Proves: another setting of the same weights takes a new walk (exact), against a new scorer.
+    """
+    model = lora("first")
+    scorer, batch = Scorer(model, rows_of(1), config=config()), rows_of(2)
+    quiet_score(scorer, batch)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def fresh() -> Tensor:
+        return quiet_score(Scorer(model, rows_of(1), config=config()), batch).total
+
+    for scaling in (7.0, 3.0):
+        _rescaled(model, scaling)
+        assert torch.equal(quiet_score(scorer, batch).total, fresh())
+    _stepped(model)
+    _rescaled(model, 5.0)
+    assert not torch.equal(quiet_score(scorer, batch).total, fresh())  # it may be training's own
+    model.load_state_dict(before)
+    assert torch.equal(quiet_score(scorer, batch).total, fresh())
+
+
+def test_a_walk_that_began_at_other_weights_is_named() -> None:
+    """Once a walk, where values are not those of a training loop; nor can they be certified.
+
+    Proves: a walk that began at other weights is named (exact), against the warnings that are
+    given.
+    """
+    model = ONE.model()
+    scorer = Scorer(model, ONE.validation, config=config())
+    quiet_score(scorer, ONE.batch)
+    assert scorer.verify(ONE.batch, progress=False).passed
+    for _ in range(2):
+        _stepped(model)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with scorer.observe() as observed:
+                observed.values(model(**ONE.inputs), ONE.batch["labels"])
+            assert not said
+            for _ in range(2):
+                scorer.score(ONE.batch)
+        assert len(said) == 1
+        assert "began at other weights" in str(said[0].message)
+        with pytest.raises(UnsupportedError, match="began at other weights"):
+            scorer.verify(ONE.batch, progress=False)
+        scorer.refresh()
+        assert scorer.verify(ONE.batch, progress=False).passed
+    renewed = Scorer(model, ONE.validation, config=config(walk_refresh=2))
+    quiet_score(renewed, ONE.batch)
+    _stepped(model)
+    with warnings.catch_warnings(record=True) as said:
+        renewed.score(ONE.batch)
+    assert not said
+
+
 def lora(*names: str) -> Any:
     peft = pytest.importorskip("peft")
     chosen = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
