@@ -312,13 +312,13 @@ def _attended(call: Call) -> Tensor:
     of = one if call.documents is None else call.documents
     # A_kt = 1 if t <= k and D_t = D_k >= 0, else 0
     past = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    seen = past & (of[:, :, None] == of[:, None, :]) & (of >= 0)[:, :, None]
+    attended = past & (of[:, :, None] == of[:, None, :]) & (of >= 0)[:, :, None]
     if call.window is not None:
         # n_k = sum_t A_kt: k is the n_k-th position of its document
-        place = seen.sum(-1)
+        place = attended.sum(-1)
         # k attends to t if A_kt = 1 and n_k - n_t < W
-        seen = seen & (place[:, :, None] - place[:, None, :] < call.window)
-    return seen.unsqueeze(1)
+        attended = attended & (place[:, :, None] - place[:, None, :] < call.window)
+    return attended.unsqueeze(1)
 
 
 def _softmax(call: Call, logits: Tensor) -> Tensor:
