@@ -406,6 +406,21 @@ def refused_by_estimator(options: Mapping[str, Any]) -> Iterator[tuple[str, Conf
                 remedy="--estimator label (in Python estimator='label'), or 'linears'",
             ),
         )
+    elif ParameterChoice.read(values["parameters"]).everything and _chosen_layers(values):
+        yield (
+            "layers",
+            ConfigError(
+                "layers choose nothing where every parameter is valued",
+                got=f"layers={values['layers']!r}, parameters={values['parameters']!r}",
+                why="they are those whose linears, or experts, are valued",
+                remedy="leave layers out, or parameters='linears'",
+            ),
+        )
+
+
+def _chosen_layers(values: Mapping[str, Any]) -> bool:
+    """Whether layers were chosen, by another value than the default and than all of them."""
+    return values["layers"] not in (DEFAULT_LAYERS, "all")
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -432,7 +447,7 @@ def _refused_by_walk(values: Mapping[str, Any]) -> Iterator[tuple[str, ConfigErr
     meaningless = {
         "objective": values["objective"] == "stability",
         "parameters": values["parameters"] not in ("linears", "all"),
-        "layers": values["layers"] not in (DEFAULT_LAYERS, "all"),
+        "layers": _chosen_layers(values),
     }
     for name, here in meaningless.items():
         if here:

@@ -155,6 +155,7 @@ def run_command(name: str, options: Mapping[str, object], *flags: str) -> None:
         raise RuntimeError(f"exit status {status} of: alphatoken {' '.join(words)}")
 
 
+EVERYTHING = {"parameters": "all", "layers": "all"}
 TRAINER_OPTIONS: dict[str, Any] = {
     "layers": "2",
     "validation_batch_size": 4,
@@ -790,7 +791,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "alphatoken": {},
         "path": {"estimator": "path"},
         "label": {"estimator": "label"},
-        "label, all parameters": {"estimator": "label", "parameters": "all"},
+        "label, all parameters": {"estimator": "label", **EVERYTHING},
         "walk": {"estimator": "walk", "walk_steps": 3, "layers": "3"},
         "walk, refreshed": {
             "estimator": "walk", "walk_steps": 2, "walk_refresh": 2, "layers": "3",
@@ -810,7 +811,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "full": {"preconditioner": "full", "precondition_after": 1},
         "packed": {"packing": True, "max_length": 64},
         "lora": {"peft_config": tiny.lora, "learning_rate": 5e-2},
-        "lora, label": {"peft_config": tiny.lora, "estimator": "label", "parameters": "all"},
+        "lora, label": {"peft_config": tiny.lora, "estimator": "label", **EVERYTHING},
         "mixtral": {"model": mixtral, "uncovered": "skip"},
         "mixtral, experts": {
             "model": mixtral, "parameters": "linears,experts", "uncovered": "skip",

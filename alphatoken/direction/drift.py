@@ -178,6 +178,27 @@ class FisherDrift:
                 relative[name] = float((weight.to(torch.float32) - reference).norm()) / norm
         return relative
 
+    @torch.no_grad()
+    def lost_in(self, parameters: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.dtype] | None:
+        """Dtypes (reference, weights) where most of the drift is the rounding between them.
+
+        Most of ``W - W_ref`` is then gone once both are in the narrower one. None where it is not,
+        or where all have one dtype. Raises as :meth:`direction`.
+        """
+        self.require({name: weight.shape for name, weight in parameters.items()})
+        apart = left = 0.0
+        dtypes = None
+        for name, weight in parameters.items():
+            reference = self.reference[name].to(weight.device)
+            if reference.dtype == weight.dtype:
+                continue
+            dtypes = reference.dtype, weight.dtype
+            narrow = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+            apart += float((weight.to(torch.float32) - reference.to(torch.float32)).square().sum())
+            rounded = weight.to(narrow).to(torch.float32) - reference.to(narrow).to(torch.float32)
+            left += float(rounded.square().sum())
+        return dtypes if left < apart / 4 else None
+
     def check(
         self,
         model: nn.Module | DecoderAdapter,

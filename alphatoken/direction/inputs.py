@@ -25,7 +25,14 @@ from alphatoken.direction.objective import (
     stream_losses,
 )
 from alphatoken.direction.scored import ScoredParameters, choose_parameters
-from alphatoken.errors import ConfigError, InputError, NumericalError, UnsupportedError
+from alphatoken.errors import (
+    AlphaTokenWarning,
+    ConfigError,
+    InputError,
+    NumericalError,
+    UnsupportedError,
+    warn_caller,
+)
 from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, record
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
@@ -138,6 +145,8 @@ class DirectionInputs:
         limit, scored = self.config.max_relative_drift, self.scored
         if scored.sharding is None:
             drift.check(self.adapter, list(scored.parameters), max_relative_drift=limit)
+            if self.arguments.masters is None:  # beside these the reference is rounded as they were
+                _warn_of_rounding(drift, scored.parameters)
             return None
         # ``drift.check`` compares whole weights, which no process has here.
         drift.check_identity(self.adapter.identity())
@@ -358,6 +367,17 @@ class DirectionInputs:
                 for (name, p), g in zip(parameters.items(), gradients, strict=True)
             }
         return self._mean("step", sums, 1.0)
+
+
+def _warn_of_rounding(drift: FisherDrift, parameters: Mapping[str, Tensor]) -> None:
+    if dtypes := drift.lost_in(parameters):
+        reference, weights = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        warn_caller(
+            f"The Fisher's reference weights are {reference} and the model's {weights}, and the "
+            "drift between them is mostly rounding: the stability part values that. Fit the "
+            f"Fisher in {weights}, or load the model in {reference}.",
+            AlphaTokenWarning,
+        )
 
 
 def _with_progress(role: str, batches: Sequence[Any]) -> Iterator[Any]:

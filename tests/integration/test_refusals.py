@@ -303,6 +303,10 @@ def test_layers_that_the_model_does_not_have(layers: Any) -> None:
         ({"parameters": "all", "estimator": "direct"}, ("estimator='label'", "'direct'")),
         ({"derivative": "central"}, ("derivative", "'label'")),
         ({"standard_errors": True, "objective": "stability"}, ("no validation row takes part",)),
+        *(
+            ({"estimator": "label", "parameters": "all", "layers": layers}, ("layers=", "all"))
+            for layers in (2, [0, 1])
+        ),
         (
             {"preconditioner": "kronecker", "parameters": "all", "estimator": "label"},
             ("weights of linears alone",),

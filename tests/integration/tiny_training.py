@@ -200,6 +200,11 @@ ALPHA: dict[str, Any] = {
 """Small values of our own options."""
 
 
+def _with_ours(more: dict[str, Any]) -> dict[str, Any]:
+    everything = {"layers": "all"} if more.get("parameters") == "all" else {}
+    return {**ALPHA, **everything, **more}
+
+
 def made(kind: Any, folder: Any, *, peft: bool = False, **more: Any) -> Any:
     """A trainer of this class, of ours or of those below them; what is missing is made.
 
@@ -230,7 +235,7 @@ def sft(folder: Any, kind: Any = None, **more: Any) -> Any:
     """An ``AlphaSFTTrainer``, or a subclass, with small values of our own options."""
     from alphatoken.train import AlphaSFTTrainer
 
-    more = {"validation_dataset": sft_rows(12, seed=5), **ALPHA, **more}
+    more = {"validation_dataset": sft_rows(12, seed=5), **_with_ours(more)}
     return made(kind or AlphaSFTTrainer, folder, **more)
 
 
@@ -238,7 +243,7 @@ def dpo(folder: Any, kind: Any = None, **more: Any) -> Any:
     """The same of preference pairs."""
     from alphatoken.train import AlphaDPOTrainer
 
-    more = {"validation_dataset": preference_rows(12, seed=5), **ALPHA, **more}
+    more = {"validation_dataset": preference_rows(12, seed=5), **_with_ours(more)}
     return made(kind or AlphaDPOTrainer, folder, **more)
 
 

@@ -256,6 +256,7 @@ FILES_DIAGONAL = claim(test_drift.test_files_give_the_same_drift, SEEDS, "diagon
 DISTANCE = claim(
     test_drift.test_drift_is_the_relative_distance, SEEDS, st.sampled_from([0.01, 0.5]), examples=6
 )
+ROUNDED = claim(test_drift.test_a_drift_that_is_rounding_is_said, "bfloat16", "float32", examples=1)
 FOREIGN = claim(test_drift.test_a_fisher_of_something_else_is_refused, SEEDS, STRUCTURE, examples=4)
 
 
@@ -279,6 +280,12 @@ DRIFT = (
         "V = A_F (W - W_ref) S_F",
         ("direction.drift.FisherDrift._V", "return kronecker_drift(left, right, weight, reference)",
          "return kronecker_drift(right, left, weight, reference)")),
+    row("rounding-taken-for-drift", ROUNDED,
+        "a Fisher of rounded weights is taken without a word",
+        ("direction.drift.FisherDrift.lost_in", "left < apart / 4", "left > apart")),
+    row("drift-taken-for-rounding", ROUNDED,
+        "what training did between two dtypes is said to be rounding",
+        ("direction.drift.FisherDrift.lost_in", "left < apart / 4", "left < 100 * apart")),
     row("fisher-of-another-parameter", V,
         "every weight is multiplied with the first one's Fisher",
         ("direction.drift.FisherDrift._V", "self.fisher[name].to(weight.device), weight",

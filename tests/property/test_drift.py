@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alphatoken import FisherDrift
+from alphatoken import AlphaTokenWarning, FisherDrift, Scorer, ScorerConfig
 from alphatoken.direction.drift import check_distance
 from alphatoken.errors import FisherError
 from alphatoken.support.storage import write_tensors
 from tests.property.profiles import budget
 from tests.property.setups import refusal
-from tests.property.strategies import SEEDS
+from tests.property.strategies import SEEDS, make_case
 from tests.property.tolerance import close
 
 EXACT = 1e-14
@@ -86,6 +87,41 @@ def test_v_is_the_definition(seed: int, structure: str) -> None:
     compare(drift.to("cpu").direction(weights), v, f"{structure}, of a copy")
     at = {name: drift.reference[name] for name in drift.names}
     assert not any(bool(x.any()) for x in drift.direction(at).values())
+
+
+@pytest.mark.parametrize(
+    ("of_fisher", "of_model"),
+    [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")],
+)
+def test_a_drift_that_is_rounding_is_said(of_fisher: str, of_model: str) -> None:
+    """Between two dtypes at the start, and not once training has moved the weights farther.
+
+    Proves: a drift that is rounding is said (exact), against the warnings that are given.
+    """
+    case = make_case(("pprrr",), (("pprr",),), layers=1)
+    model = case.model().float()
+    config = ScorerConfig("label", layers=1)
+    weights = Scorer(model, case.validation, config=config).parameters
+    exact = {name: weight.detach().clone() for name, weight in weights.items()}
+
+    def said(reference: str, now: str, *, moved: float = 0.0) -> list[str]:
+        held = {name: weight.to(getattr(torch, reference)) for name, weight in exact.items()}
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_((exact[name] * (1 + moved)).to(getattr(torch, now)))
+                weight.data = weight.data.to(getattr(torch, now))
+        drift = FisherDrift({name: torch.ones_like(weight) for name, weight in held.items()}, held)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always", AlphaTokenWarning)
+            Scorer(model, case.validation, drift, config)
+            Scorer(model, case.validation, drift, config, masters=lambda _, weight: weight)
+        return [str(one.message) for one in given if "mostly rounding" in str(one.message)]
+
+    texts = said(of_fisher, of_model)
+    assert len(texts) == 1
+    assert f"weights are {of_fisher} and the model's {of_model}" in texts[0]
+    assert not said(of_fisher, of_model, moved=0.03)
+    assert not said(of_model, of_model)
 
 
 @given(SEEDS, STRUCTURES)
