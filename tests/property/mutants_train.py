@@ -153,7 +153,7 @@ TRAINERS = (
         ("train.trainer_loss.divisor_factor", 'if kind != "kept":', "if True:")),
     row("a-rule-of-ones-own-counted-as-a-share", OWN_RULE,
         "a policy with weights of its own is divided by ceil(rho n) tokens",
-        ("train.policy.rule_of", '("weights", *first, *budget, "best")', "(*first, *budget)")),
+        ("train.policy.rule_of", '(*first, *budget, "best")', "(*first, *budget)")),
     row("a-rule-of-ones-own-taken-for-a-budget", OWN_SHARE,
         "keep_ratio counts as read where the policy keeps a share of its own",
         ("train.policy.TokenPolicy.reads_ratio", "self.native_ratio is None and", "True or")),

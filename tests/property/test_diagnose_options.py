@@ -80,7 +80,7 @@ WALK = {"config": ScorerConfig("walk")}
             "validation side",
         ),
         ("estimators", {"layers": (7,)}, {}, ConfigError, "lie within the model"),
-        ("heatmap", {"rows": (14,)}, {}, ConfigError, "does not exist"),
+        ("heatmap", {"rows": (14,)}, {}, ConfigError, "was not drawn"),
     ],
 )  # fmt: skip
 def test_what_a_diagnostic_cannot_do_without_is_refused(
