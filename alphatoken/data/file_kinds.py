@@ -249,33 +249,31 @@ def _goes_on(path: Path, first: str) -> bool:
         return True
     try:
         return bool(json_items(path))
-    except TwiceError:
-        return True
-    except DataError:
-        return False
+    except DataError as error:
+        return error.what == _TWICE
 
 
-class TwiceError(DataError):
-    """An object of JSON has a key twice, of which Python would keep the last."""
+_TWICE = "a key stands twice in one object"
 
-    def of(self, place: str, more: str = "") -> TwiceError:
-        """The same of the row at ``place``, with ``more`` ways to mend it."""
-        return TwiceError(
-            self.what, got=f"{place}: {self.got}", why=self.why, remedy=f"{self.remedy}{more}"
-        )
+
+def placed(error: DataError, place: str, more: str = "") -> DataError:
+    """The same error of the row at ``place``, with ``more`` ways to mend it."""
+    return DataError(
+        error.what, got=f"{place}: {error.got}", why=error.why, remedy=f"{error.remedy}{more}"
+    )
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise TwiceError(
-            "a key stands twice in one object",
-            got=", ".join(repr(key) for key in found if keys.count(key) > 1),
+        raise DataError(
+            _TWICE,
+            got=", ".join(repr(key) for key in members if keys.count(key) > 1),
             why="all but the last of its values would be lost",
             remedy="keep one of them, or rename the others",
         )
-    return found
+    return members
 
 
 JSON = json.JSONDecoder(object_pairs_hook=_once_each)
@@ -296,8 +294,8 @@ def json_items(path: Path) -> list[Any]:
         while (place := _next(text, place)) < len(text):
             document, place = JSON.raw_decode(text, place)
             documents.append(document)
-    except TwiceError as error:
-        raise error.of(f"{path.name}, item {_items_before(text) + 1}") from None
+    except DataError as error:
+        raise placed(error, f"{path.name}, item {_items_before(text) + 1}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON
         raise DataError(
             "broken JSON file",
@@ -317,7 +315,7 @@ def _items_before(text: str) -> int:
     """Number of items of a file before the one that has a key twice."""
     start = re.match(r"[\s,]*\[?", text)
     place, items = start.end() if start else 0, 0
-    with suppress(TwiceError):
+    with suppress(DataError):
         while place < len(text):
             place = JSON.raw_decode(text, _next(text, place))[1]
             items += 1

@@ -28,11 +28,11 @@ from alphatoken.data.file_kinds import (
     JSON,
     READ,
     SUFFIXES,
-    TwiceError,
     json_items,
     json_layout,
     kind_of,
     open_bytes,
+    placed,
     suffix_of,
 )
 from alphatoken.data.rows import Fields, Row, row_of
@@ -445,8 +445,8 @@ def _json_line(raw: bytes, place: str) -> Record | DataError:
         return _not_utf8(place, error, f" at column {error.start + 1}")
     try:
         record = _object(line)
-    except TwiceError as error:
-        return error.of(place, f"; or {_MEND}")
+    except DataError as error:
+        return placed(error, place, f"; or {_MEND}")
     except json.JSONDecodeError as error:
         return DataError(
             "broken JSON line",

@@ -272,8 +272,8 @@ def _span(row: Row, index: int, text: str, tokenizer: Any) -> tuple[int, int, bo
 
 def _first(text: str, tokenizer: Any) -> str:
     """A conversation that starts with an answer, up to there; "" where that cannot be told."""
-    asked = Row(0, "a question", (Turn("user", "a"),))
-    whole, before = render(asked, tokenizer, generation=True), render(asked, tokenizer)
+    question = Row(0, "a question", (Turn("user", "a"),))
+    whole, before = render(question, tokenizer, generation=True), render(question, tokenizer)
     opening = whole[len(before) :] if whole.startswith(before) else ""
     return text[: text.index(opening) + len(opening)] if opening and opening in text else ""
 

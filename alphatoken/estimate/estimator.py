@@ -188,7 +188,7 @@ class Estimator(ABC, Generic[D]):
         inputs = cache.inputs
         self.cache, self.adapter, self.config = cache, inputs.adapter, inputs.config
         self.scored, self.warn, self._warned = inputs.scored, True, False
-        self._labels_seen = self._shift_said = False
+        self._labels_checked = self._shift_said = False
         self.proofs = CaptureCheck(self.adapter, self.scored, self.config)
 
     @property
@@ -215,23 +215,23 @@ class Estimator(ABC, Generic[D]):
         """The batch and the weights on its token losses; see ``read_batch``, ``read_weights``."""
         adapter = self.adapter
         checked = read_batch(batch, max_length=adapter.max_positions(), model=adapter.model)
-        self.see_labels(checked)
+        self.check_labels(checked)
         return (
             checked,
             read_weights("token", token_weights, checked.mask),
             read_weights("step", step_weights, checked.mask),
         )
 
-    def see_labels(self, batch: LabelledBatch) -> None:
+    def check_labels(self, batch: LabelledBatch) -> None:
         """Warn, once, where labels of this batch or of the first validation batch are shifted.
 
         On a device the first batch is looked at, since a look waits.
         """
-        if not self.warn or (self._labels_seen and not on_host(batch.labels)):
+        if not self.warn or (self._labels_checked and not on_host(batch.labels)):
             return
-        own = None if self._labels_seen else self.inputs.first_batch()
-        seen, self._labels_seen = {"validation batch": own, "batch": batch}, True
-        shifted = [role for role, one in seen.items() if one and labels_are_shifted(one)]
+        own = None if self._labels_checked else self.inputs.first_batch()
+        batches, self._labels_checked = {"validation batch": own, "batch": batch}, True
+        shifted = [role for role, one in batches.items() if one and labels_are_shifted(one)]
         if shifted and not self._shift_said:
             self._shift_said = True
             warn_caller(
@@ -267,7 +267,7 @@ class Estimator(ABC, Generic[D]):
         With ``same_parameters`` only settings have, and no parameter was replaced or frozen.
         """
         self.warn, self._warned = former.warn, former._warned
-        self._labels_seen, self._shift_said = former._labels_seen, former._shift_said
+        self._labels_checked, self._shift_said = former._labels_checked, former._shift_said
         self.cache.pin(former.cache.pinned)
 
     def forget(self) -> None:

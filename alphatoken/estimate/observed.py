@@ -171,7 +171,7 @@ class Observed:
         )
         if ids is None:  # a model that was called on embeddings
             del batch.inputs["input_ids"]
-        estimator.see_labels(batch)
+        estimator.check_labels(batch)
         # Before a forward of the proofs', which a cache would confuse.
         if estimator.config.captured:
             estimator.proofs.require_rule(recorder)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from alphatoken.data import EncodeOptions, EncodeReport, Example, Fields, Row, Turn, encode_rows
-from alphatoken.data.file_kinds import JSON, TwiceError
+from alphatoken.data.file_kinds import JSON, placed
 from alphatoken.data.rows import require_text, row_of
 from alphatoken.errors import DataError, short
 from alphatoken.score.meaning import Meaning
@@ -50,8 +50,8 @@ def _row(text: str, number: int, fields: Fields) -> Row:
     place, record = f"query {number + 1}", None
     try:
         record = JSON.decode(text)
-    except TwiceError as error:
-        raise error.of(place) from None
+    except DataError as error:
+        raise placed(error, place) from None
     except (ValueError, RecursionError):
         pass  # a plain text
     if isinstance(record, dict):

@@ -68,11 +68,11 @@ class LogitsLoss(TrainerLoss):
         """The argument that spares a cache, of a model whose forward takes it."""
         model = self.model
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft
-        taken = inspect.signature(inner.forward).parameters
+        parameters = inspect.signature(inner.forward).parameters
         # Many of transformers take it among others, and their configuration has it.
-        others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-        known = others and hasattr(getattr(inner, "config", None), "use_cache")
-        return {"use_cache": False} if "use_cache" in taken or known else {}
+        others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        others = others and hasattr(getattr(inner, "config", None), "use_cache")
+        return {"use_cache": False} if "use_cache" in parameters or others else {}
 
     @property
     def _router_share(self) -> float:

@@ -146,7 +146,7 @@ CORPORA = (
         ("data.source._read_lines", "enumerate(file, start=line)", "enumerate(file, start=1)")),
     row("last-of-two-values-kept", PLACES,
         "of a key that stands twice in an object the last value counts",
-        ("data.file_kinds._once_each", "if len(found) < len(pairs):", "if False:")),
+        ("data.file_kinds._once_each", "if len(members) < len(pairs):", "if False:")),
     row("drawn-rows-are-trained-on", SPLIT,
         "rows that were drawn for validation are valued where no other rule removes them",
         ("score.job.Corpus._example", "if row.index in self.drawn:", "if False:")),

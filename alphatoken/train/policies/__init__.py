@@ -382,12 +382,12 @@ def _refuse_attributes(chosen: TokenPolicy) -> None:
             why="it checks what a rule gives: shape, finite, not negative",
             remedy="native_weights(batch) for a rule without a budget, or scores(batch)",
         )
-    known = [name for name, value in vars(TokenPolicy).items() if not callable(value)]
-    given = {
+    attributes = [name for name, value in vars(TokenPolicy).items() if not callable(value)]
+    own = {
         n for kind in type(chosen).__mro__ if kind not in TokenPolicy.__mro__ for n in vars(kind)
     }
-    for name in sorted(given - {*vars(TokenPolicy)}):
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    for name in sorted(own - {*vars(TokenPolicy)}):
+        close = difflib.get_close_matches(name, attributes, n=1, cutoff=0.85)
         if close and not name.startswith("_") and not callable(getattr(chosen, name, None)):
             raise ConfigError(
                 f"policy '{chosen.name}' has an attribute that nothing reads",

@@ -39,6 +39,7 @@ def arguments(layout: str, **more: Any) -> dict[str, Any]:
     """One process accumulates as many micro-batches as two processes together."""
     return {
         **ALPHA,
+        **({"layers": "all"} if more.get("parameters") == "all" else {}),
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": ACCUMULATION * (WORLD if layout == "single" else 1),
         "max_steps": STEPS,
