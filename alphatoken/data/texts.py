@@ -123,7 +123,7 @@ def bare_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 TOKENS_DIGEST = "tokens_digest"
-"""Column of a tokenised row: :func:`tokens_digest` by the tokenizer that made the row."""
+"""Column of a tokenised row with :func:`tokens_digest` by the tokenizer that made the row."""
 
 
 def tokens_digest(ids: Sequence[int], tokenizer: Any) -> str:
