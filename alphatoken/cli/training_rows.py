@@ -382,8 +382,15 @@ def _token_example(
         raise DataError("'input_ids' is no list of tokens", got=f"{place}: {short(repr(ids), 40)}")
     read = {"input_ids", "labels", LOSS_WEIGHTS, *ROW_WEIGHTS} & there.keys()
     unread = sorted(there.keys() - {*read, "attention_mask", TOKENS_DIGEST})
-    own = {"read": read, "unread": unread, "tokenizer": tokenizer, "survey": survey}
-    check_tokens(there, index, name="training", **own)
+    check_tokens(
+        there,
+        index,
+        name="training",
+        read=read,
+        unread=unread,
+        tokenizer=tokenizer,
+        survey=survey,
+    )
     listed = listed_weights(there, LOSS_WEIGHTS, len(ids), place, weights)
     labels = there.get("labels", ids)
     # What comes before the first label is the prompt, by which rows are held apart.

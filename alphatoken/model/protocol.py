@@ -138,15 +138,15 @@ class AttentionCall:
             self._require("documents", documents, (rows, queries), numbers)
             object.__setattr__(self, "documents", documents.expand(rows, queries))
 
-    def _require(self, name: str, given: Tensor, shape: tuple[int, ...], numbers: bool) -> None:
-        missing = len(shape) - given.dim()
-        sizes = (1,) * missing + tuple(given.shape)
+    def _require(self, name: str, tensor: Tensor, shape: tuple[int, ...], numbers: bool) -> None:
+        missing = len(shape) - tensor.dim()
+        sizes = (1,) * missing + tuple(tensor.shape)
         if missing >= 0 and numbers and all(n in (1, m) for n, m in zip(sizes, shape, strict=True)):
             return
         raise InputError(
             f"the {name} of an AttentionCall cannot be read",
-            got=f"{tuple(given.shape)} of {given.dtype} for queries {tuple(self.query.shape)} and "
-            f"keys {tuple(self.key.shape)}",
+            got=f"{tuple(tensor.shape)} of {tensor.dtype} for queries {tuple(self.query.shape)} "
+            f"and keys {tuple(self.key.shape)}",
             why="weights would be of other positions than those that the kernel attends to",
             remedy="a mask that broadcasts to (b, h, t, t), boolean (True: may attend) or added to "
             "the logits; documents (b, t) as whole numbers; heads before tokens",

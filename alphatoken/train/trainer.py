@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class LogitsLoss(TrainerLoss):
             loss = loss * self.accelerator.num_processes
         return loss
 
-    @property
+    @cached_property
     def _without_cache(self) -> dict[str, bool]:
         """The argument that spares a cache, of a model whose forward takes it."""
         model = self.model
