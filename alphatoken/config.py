@@ -323,6 +323,7 @@ class ValueOptions:
     walk_steps: int = same_option(ScorerConfig, "walk_steps")
     walk_learning_rate: float | None = same_option(ScorerConfig, "walk_learning_rate")
     walk_form: str = same_option(ScorerConfig, "walk_form")
+    derivative: str = same_option(ScorerConfig, "derivative")
 
     def scorer_config(self) -> ScorerConfig:
         """The configuration that these options, and those of a subclass, stand for.

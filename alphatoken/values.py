@@ -432,7 +432,7 @@ class Certificate:
         lines = [
             f"Certificate for estimator '{self.estimator}' ({self.arithmetic}): {self.compared} of "
             f"{self.batch_tokens} tokens compared, "
-            + (f"{self.tokens} of them sent back one by one; " if self.tokens else "")
+            + (f"{self.tokens} of them by a backward pass of their own; " if self.tokens else "")
             + f"{self.seconds:.0f} s"
         ]
         for check in self.checks:

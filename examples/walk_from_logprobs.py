@@ -4,7 +4,29 @@
 
 The value of token i is log p_after(z_i | z_<i) - log p_before(z_i | z_<i). Both files have one row
 for each example, in the same order, with lists ``input_ids``, ``labels`` (-100 where nothing is
-valued) and ``logprobs`` (entry i of token i). docs/walks.md shows how vLLM and SGLang write them.
+valued) and ``logprobs`` (entry i of token i). Two engines write them as follows; we ran neither.
+
+vLLM returns a mapping for each position but the first::
+
+    rows = pyarrow.parquet.read_table("values/values", columns=["input_ids", "labels"]).to_pylist()
+    llm = vllm.LLM("./model")  # then the same with the model after the walk
+    options = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": row["input_ids"]} for row in rows], options)
+    for row, output in zip(rows, outputs):
+        pairs = zip(row["input_ids"], output.prompt_logprobs)
+        row["logprobs"] = [None if at is None else at[token].logprob for token, at in pairs]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "before.parquet")
+
+SGLang returns triples of log-probability, token and text::
+
+    outputs = sglang.Engine(model_path="./model").generate(
+        input_ids=[row["input_ids"] for row in rows],
+        sampling_params={"max_new_tokens": 1},
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    for row, output in zip(rows, outputs):
+        row["logprobs"] = [one[0] for one in output["meta_info"]["input_token_logprobs"]]
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class Expected:
         return {n: m * p[n] if n in p else m for n, m in side.items()}
 
     def compute(self, sampled: Tensor, tracker: Tracker) -> None:
-        """Compute the values of the batch; ``sampled`` (b, t) tokens are sent back one by one."""
+        """Compute the values of the batch; one backward pass for each of the ``sampled`` (b, t)."""
         self._sampled, self._tracker = sampled, tracker
         captured, hooked = self.arguments.config.estimator != "label", self.scope
         if not captured:  # rows of Psi need no linears to hook

@@ -39,7 +39,7 @@ HELD_OUT = 1
 """The draw of rows that nothing on the page was chosen by."""
 STEPS, LOOKS = 120, (20, 40)
 RESULTS = Path(__file__).with_name("results") / "races.json"
-_WALK = "walk-80"
+_WALK, _MIX = "walk-80", "mix"
 _WITH_ROWS = ("mixed",)
 """Kinds of rows on which whole rows are raced too, in full: that arm values all rows first."""
 
@@ -81,7 +81,8 @@ def recipe(race: Race, model: str, rows: Path, judge: Path) -> dict[str, Any]:
     for walk in (top, by_rows):
         walk["walk_learning_rate"] = rate
     file, trusted = FILES.get(race.task, f"long-{race.task}.jsonl"), _trusted(race.task)
-    arms = {"walk-80": top, "walk-rows": {"policy": "walk-rows", "policy_options": by_rows}}
+    mix = {k: v for k, v in rivals["methods"][_MIX].items() if k != "family"}
+    arms = {_WALK: top, _MIX: mix, "walk-rows": {"policy": "walk-rows", "policy_options": by_rows}}
     if race.grid != "rivals" or race.task not in _WITH_ROWS:
         del arms["walk-rows"]
     return grid["options"] | {
@@ -219,11 +220,13 @@ def _means(races: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def rows_of_page(figures: Mapping[str, Any]) -> str:
-    """A line for each kind of rows, a column for each grid, bold where ``walk-80`` won."""
+    """A line for each kind of rows, a column for each grid; the arm that won is bold."""
     lines: dict[tuple[int, int, str], dict[str, str]] = {}
     for race in figures["races"].values():
         line = lines.setdefault((race["draw"], race["seed"], race["task"]), {})
-        line[race["grid"]] = _of_walk(race)
+        line[race["grid"]] = "; ".join(
+            _of_arm(race, arm) for arm in (_WALK, _MIX) if arm in race["ends"]
+        )
     rows = [
         (_rows_of(*key), *(line.get(grid, number(None)) for grid in SETTINGS))
         for key, line in lines.items()
@@ -236,9 +239,10 @@ def _rows_of(draw: int, seed: int, task: str) -> str:
     return KINDS[task] + f", seed {seed}" * (seed > 0) + ", other rows" * (draw == HELD_OUT)
 
 
-def _of_walk(race: Mapping[str, Any]) -> str:
+def _of_arm(race: Mapping[str, Any], arm: str) -> str:
     """The difference at the last look, unless the arm had left before, and where it ended."""
-    interval = [*race["looks"].values()][-1].get(_WALK)
+    interval = [*race["looks"].values()][-1].get(arm)
     before = "left" if interval is None else span(interval, 3, "+")
-    text = f"{before}; {number(race['ends'][_WALK], 3, '+')}"
-    return f"**{text}**" if race["winner"] == _WALK else text
+    text = f"{before}; {number(race['ends'][arm], 3, '+')}"
+    text = text if arm == _WALK else f"{arm} {text}"
+    return f"**{text}**" if race["winner"] == arm else text

@@ -73,6 +73,7 @@ def test_a_race_is_a_recipe_of_the_command(tmp_path: Path, grid: str, rate: floa
     methods = yaml.safe_load(GRID.read_text("utf-8"))["methods"]
     walk = {k: v for k, v in methods["walk-80"].items() if k != "family"}
     assert options["arms"]["walk-80"] == walk | {"walk_learning_rate": rate}
+    assert options["arms"]["mix"] == {"policy": "validation-mix", "policy_options": {"rows": 1}}
     assert ("walk-rows" in options["arms"]) == (grid == "rivals")
     if grid == "rivals":
         assert options["arms"]["walk-rows"]["policy_options"]["walk_learning_rate"] == rate

@@ -68,6 +68,14 @@ def test_exact_values_in_float64_take_forward_mode(world: World, tmp_path: Path)
         assert np.allclose(one, other, rtol=0, atol=1e-3 * np.abs(other).max())
 
 
+def test_the_derivative_is_chosen_from_the_shell(world: World, tmp_path: Path) -> None:
+    """Forward mode in float32 beside the preset, which takes differences there by itself."""
+    words = {"value": "exact", "limit": 4, "derivative": "forward_mode"}
+    assert world.score(tmp_path, "--no_report", **words) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["values"]["derivatives"] == {"forward_mode": 0.0}
+
+
 def test_what_is_valued_is_said_before_any_work(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
