@@ -234,8 +234,7 @@ def _refuse_other(recipe: Recipe, command: str, race: bool, words: Sequence[str]
     if recipe.command == "race":
         pairs = ["--dpo"] if command == "dpo" else []
         remedy = shlex.join(["alphatoken", "race", *pairs, *words])
-        arms = recipe.options.get("arms")
-        if command == "sft" and arms == ["walk-80"]:
+        if command == "sft" and "walk-80" in recipe.options.get("arms", ()):
             alone = "--policy top --value walk --keep_ratio 0.8"
             remedy += f"; or, without a race, {alone} in place of --config {recipe.name}"
     raise ConfigError(

@@ -19,6 +19,7 @@ from alphatoken.cli.training_rows import RowReader, check_rows
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.race.arms import PACKAGED
 from alphatoken.train.dpo import AlphaDPOConfig
+from alphatoken.train.policies.validation_mix import ValidationMix
 from alphatoken.train.sft import AlphaSFTConfig
 from tests.integration import tiny_training as tiny
 from tests.rows import jsonl
@@ -117,7 +118,7 @@ def test_a_recipe_goes_on_top_of_others(top: Recipe, name: str, tmp_path: Path) 
     said = read_race("--validation_file", str(clean))
     check_rows(said)
     assert said.race is not None
-    assert said.race.arms == top.options["arms"] == ["walk-80"]
+    assert said.race.arms == top.options["arms"] == ["walk-80", "validation-mix"]
     assert said.run.value == top.options["value"] == "walk"
     for option in ("validation_mode", "validation_rows"):
         found = getattr(said.training if hasattr(said.training, option) else said.data, option)
@@ -170,12 +171,15 @@ def test_no_recipe_sets_what_was_measured_as_harmful(recipe: Recipe) -> None:
     assert [name for name, harms in HARMFUL.items() if harms(getattr(args, name))] == []
 
 
-def test_the_recommended_arm_is_what_was_measured() -> None:
-    """As ``walk-80`` of benchmarks/selection/long.yaml, but at the run's own learning rate."""
+def test_the_recommended_arms_are_what_was_measured() -> None:
+    """``walk-80`` of benchmarks/selection/long.yaml at the run's rate; ``mix`` of rivals.yaml."""
     grid = yaml.safe_load((ROOT / "benchmarks/selection/long.yaml").read_text("utf-8"))
     measured = {**grid["options"], **grid["methods"]["walk-80"]}
     recipe = find_recipe("recommended").options
-    (arm,) = recipe["arms"]
+    arm, mix = recipe["arms"]
+    rivals = yaml.safe_load((ROOT / "benchmarks/selection/rivals.yaml").read_text("utf-8"))
+    assert (mix, 1) == (rivals["methods"]["mix"]["policy"], ValidationMix().rows)
+    assert rivals["methods"]["mix"]["policy_options"] == {"rows": 1}
     run = read_arguments(
         "sft", ["--config", "laptop-sft", "--config", "recommended", "--use_cpu"], AlphaSFTConfig,
         race=True, over=_words(PACKAGED[arm]),
