@@ -42,6 +42,7 @@ from alphatoken.diagnose.valuing import scorer_for, with_estimator
 from alphatoken.errors import ConfigError, DataError, short
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.run import score_rows
+from alphatoken.score.summary import end_places
 from alphatoken.score.value_page import row_list, shown_end
 from alphatoken.score.values import LOSS, ScoredExample, read_values, write_values
 from alphatoken.scorer import Scorer
@@ -474,16 +475,8 @@ def _doubts_of_walk(trusted: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _ends(records: Sequence[Mapping[str, Any]], count: int) -> dict[str, list[int]]:
     """Places of the rows at either end of the mean value, and of highest loss; outermost first."""
-    value, loss = (
-        np.argsort(np.array([one[name] for one in records]), kind="stable").tolist()
-        for name in ("value", "loss")
-    )
-    count = min(count, len(records) // 2)
-    return {
-        "lowest mean value": value[:count],
-        "highest mean value": value[::-1][:count],
-        "highest mean loss": loss[::-1][:count],
-    }
+    value, loss = (np.array([one[name] for one in records]) for name in ("value", "loss"))
+    return end_places(value, loss, min(count, len(records) // 2))
 
 
 def _ends_table(

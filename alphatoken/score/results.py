@@ -32,7 +32,15 @@ from alphatoken.score.job import CorpusSurvey, Job, on_device
 from alphatoken.score.meaning import meaning_of
 from alphatoken.score.page import number as written
 from alphatoken.score.queries import QueryRank, rank_rows, write_query_report
-from alphatoken.score.summary import ValueSummary, mean_of, summarise
+from alphatoken.score.summary import (
+    HIGHEST,
+    HIGHEST_LOSS,
+    LOWEST,
+    ValueSummary,
+    end_places,
+    mean_of,
+    summarise,
+)
 from alphatoken.score.value_page import write_report
 from alphatoken.score.values import (
     ScoredExample,
@@ -50,6 +58,9 @@ Unit = Literal["tokens", "mean", "sum"]
 
 # Rows at each end that are printed and stand in the summary.
 _ENDS = 3
+
+_SIDES = {"worst": LOWEST, "highest_loss": HIGHEST_LOSS, "best": HIGHEST}
+"""What the summary file calls each end, in the order in which they are printed."""
 
 
 def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float) -> None:
@@ -72,11 +83,11 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
     certificate = _certificate(scorer, job)
     if options.keep_scope == "dataset":
         _keep_over_all(folder, options.ratio)
-    rows = _row_ends(folder / "values", options.rows or "mean")
     written = _write_rows(job)
     ranks = [QueryRank() for _ in options.query]
     texts = partial(token_texts, job.corpus.tokenizer)
     summary = summarise(rank_rows(_checked_examples(job), ranks), seed=options.seed, texts=texts)
+    rows = _row_ends(folder / "values", options.rows or "mean", summary)
     notes = _notes_of(job, survey, summary, warned)
     document = {
         "settings": job.settings,
@@ -221,15 +232,18 @@ def _keep_over_all(folder: Path, ratio: float) -> None:
 # --- rows by their values -------------------------------------------------------------------------
 
 
-def _row_ends(values: Path, unit: Unit) -> dict[str, list[dict[str, float]]]:
-    """The rows of highest and lowest value: "best" from the first, "worst" from the last."""
-    columns = read_row_values(values)
-    order = _ranked(columns[_column(unit)])
-    count = min(_ENDS, max(1, len(order) // 2))
-    ends = {"best": order[:count], "worst": order[::-1][:count]}
+def _row_ends(values: Path, unit: Unit, summary: ValueSummary) -> dict[str, list[dict[str, float]]]:
+    """The odd rows: "worst" are of lowest value, "best" of highest; "highest_loss" where known."""
+    columns = read_row_values(values) | {"loss_mean": np.asarray(summary.row_losses)}
+    losses = columns["loss_mean"]
+    if np.isnan(losses).any():
+        del columns["loss_mean"]
+    count = min(_ENDS, max(1, len(losses) // 2))
+    places = end_places(columns[_column(unit)], losses, count)
     return {
-        side: [{name: column[at].item() for name, column in columns.items()} for at in places]
-        for side, places in ends.items()
+        side: [{name: column[at].item() for name, column in columns.items()} for at in places[end]]
+        for side, end in _SIDES.items()
+        if end in places
     }
 
 
@@ -413,15 +427,17 @@ def _certificate(scorer: Scorer, job: Job) -> Certificate | None:
 
 
 def _say_ends(job: Job, rows: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
-    unit = "sum" if job.options.rows == "sum" else "mean"
+    by = "sum of values" if job.options.rows == "sum" else "mean value"
     for side, ends in rows.items():
-        print(f"{side} rows by the {unit} of their values:")
+        print(f"{_SIDES[side].replace('mean value', by)}:")
         for one in ends:
             row = job.corpus.row(int(one["row"]))
             assert isinstance(row, Row)  # it was valued
+            loss = f", mean loss {one['loss_mean']:.4g}" if "loss_mean" in one else ""
             print(
-                f"  mean {one['value_mean']:+.4g}, sum {one['value_sum']:+.4g} of "
-                f"{one['response_tokens']} tokens  {short(row.response, 60)!r}  ({row.place})"
+                f"  mean value {one['value_mean']:+.4g}, sum {one['value_sum']:+.4g} of "
+                f"{counted(int(one['response_tokens']), 'tokens')}{loss}  "
+                f"{short(row.response, 60)!r}  ({row.place})"
             )
 
 

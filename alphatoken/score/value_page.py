@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.score.meaning import Meaning
-from alphatoken.score.page import Column, Section, environment, number, render_page, table_html
+from alphatoken.score.page import (
+    Column,
+    Section,
+    anchor_of,
+    environment,
+    number,
+    render_page,
+    table_html,
+)
 from alphatoken.score.summary import ValueSummary, mean_of
 from alphatoken.score.token_kinds import BREAK, END, FIRST, brief_prompt
 from alphatoken.score.values import COMPONENTS, LOSS, ScoredExample
@@ -82,14 +90,14 @@ def _sections(
         for key, (name, said) in ((key, COMPONENTS[key]) for key in present)
     ]
     shown, left_out = shown_examples(summary.sample, present)
+    sides = {anchor_of(end): end.capitalize() for end, rows in summary.row_ends().items() if rows}
     ends = {
-        "lowest": [shown_end(row, present) for _, row in summary.lowest_rows],
-        "highest": [shown_end(row, present) for _, row in summary.highest_rows],
+        anchor_of(end): [shown_end(row, present) for _, row in rows]
+        for end, rows in summary.row_ends().items()
     }
-    # A row that is in the sample and at an end counts once.
-    places = {one["place"] for one in shown}
-    outside = [one for side in ends.values() for one in side if one["place"] not in places]
-    every = [*shown, *outside]
+    # A row that is in the sample, or at two ends, counts once.
+    outside = {one["row"]: one for side in ends.values() for one in side}
+    every = [*shown, *(outside[row] for row in outside.keys() - {one["row"] for one in shown})]
     scales = {
         key: full_scale(value for one in every for value in one["values"][key]) for key in present
     }
@@ -98,7 +106,7 @@ def _sections(
         histogram=row_histogram(summary.row_means, trusted),
         trusted=meaning.trusted,
         unit=meaning.unit,
-        sides={side: f"{side.capitalize()} mean value" for side, rows in ends.items() if rows},
+        sides=sides,
     )
     rows = templates.get_template("rows.html.j2").render(
         components=described,

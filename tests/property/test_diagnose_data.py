@@ -319,14 +319,14 @@ def test_tables_hold_the_tests_and_both_ends() -> None:
     by_loss = sorted(groups[JUDGED], key=lambda one: -one["loss"])
     ends = found.table("data-ends").records()
     assert [one["place"] for one in ends] == [
-        one["place"] for one in [*order[:3], *reversed(order[-3:]), *by_loss[:3]]
+        one["place"] for one in [*order[:3], *by_loss[:3], *reversed(order[-3:])]
     ]
-    names = ["lowest mean value", "highest mean value", "highest mean loss"]
+    names = ["lowest mean value", "highest mean loss", "highest mean value"]
     assert [one["end"] for one in ends] == [name for name in names for _ in range(3)]
     places = [one["place"] for one in by_loss]
     assert all(one["rank_by_loss"] == places.index(one["place"]) + 1 for one in ends)
     assert [title.lower() for title in found.lists] == names
-    shown_ends = (order, [*reversed(order)], by_loss)
+    shown_ends = (order, by_loss, [*reversed(order)])
     for shown, end in zip(found.lists.values(), shown_ends, strict=True):
         for one, record in zip(shown["examples"], end, strict=False):
             assert (one["place"], one["mean"]) == (record["place"], record["value"])
