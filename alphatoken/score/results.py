@@ -379,9 +379,10 @@ def _notes_of(
             "tokens."
         )
     elif validation.examples and not queries:
+        what = "Values are" if job.fisher is None else "Adaptation is"
         notes.append(
-            f"Adaptation is measured against {validation.response_tokens} response tokens of "
-            f"{validation.examples} validation rows."
+            f"{what} measured against {counted(validation.response_tokens, 'response tokens')} of "
+            f"{counted(validation.examples, 'validation rows')}."
         )
     notes += about_pools(counts)
     if counts.get("bad_rows"):

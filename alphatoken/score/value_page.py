@@ -160,15 +160,18 @@ def row_histogram(means: Sequence[float], trusted: Sequence[float] = ()) -> dict
     """Bars over the mean values of rows, and where zero and the trusted rows lie; None of no row.
 
     ``bars`` has (count, height in per cent, sign) of each of equally wide bins, ``zero`` and
-    ``marks`` are places from the left in per cent, None where 0 is outside. Trusted rows that lie
-    further out than half the width of the other rows stand at the end, and ``beyond`` counts them.
+    ``marks`` are places from the left in per cent, None where 0 is outside. Far rows stand at the
+    ends of the axis: ``outside`` counts those beyond :func:`_axis`, ``beyond`` the trusted ones
+    further out than a quarter of its width, to the side ``where``.
     """
-    own, others = np.asarray(means, float), np.asarray(trusted, float)
-    if not len(own):
+    every, others = np.asarray(means, float), np.asarray(trusted, float)
+    if not len(every):
         return None
-    low, high = float(own.min()), float(own.max())
-    room = (high - low) / 2 or float(np.abs(others - low).max(initial=0.0))
+    low, high = _axis(every)
+    own = np.clip(every, low, high)
+    room = (high - low) / 4 or float(np.abs(others - low).max(initial=0.0))
     within = np.clip(others, low - room, high + room)
+    left, right = (others < within).any(), (others > within).any()
     low, high = min([low, *within.tolist()]), max([high, *within.tolist()])
     if low == high:
         low, high = low - 1.0, high + 1.0
@@ -193,8 +196,25 @@ def row_histogram(means: Sequence[float], trusted: Sequence[float] = ()) -> dict
         ],
         "zero": round(-100 * low / (high - low), 2) if low < 0 <= high else None,
         "marks": [round(100 * float((x - low) / (high - low)), 2) for x in within],
+        "outside": int((own != every).sum()),
         "beyond": int((others != within).sum()),
+        "where": "out" if left and right else "left" if left else "right",
     }
+
+
+def _axis(means: NDArray[np.float64]) -> tuple[float, float]:
+    """Ends of an axis that a few far rows do not stretch: three quartile ranges off the middle.
+
+    Where rows are on both sides of zero, so are the ends.
+    """
+    low, high = float(means.min()), float(means.max())
+    first, third = np.percentile(means, [25, 75]).tolist()
+    if first == third:
+        return low, high
+    below, reach = low < 0 <= high, 3 * (third - first)
+    low, high = max(low, first - reach), min(high, third + reach)
+    least = (high - low) / _BINS
+    return (min(low, -least), max(high, least)) if below else (low, high)
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def test_bad_rows_are_named_and_the_rest_goes_on(
     )
     said = capsys.readouterr().err
     assert said.count("the response is empty") == 1
-    assert "Scoring (9 rows are left out): 29/29" in said
+    assert "Scoring (9 rows left out): 29/29" in said
     bad_rows = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
     assert [row["place"] for row in bad_rows] == [
         f"mixed.jsonl, line {n}" for n in (6, 11, 12, 25, 26, 27, 28, 29)

@@ -204,7 +204,14 @@ def test_a_histogram_parts_the_signs_and_marks_the_trusted_rows() -> None:
     assert far is not None
     assert far["beyond"] == 1
     assert far["marks"][0] > far["marks"][1]
-    assert 2 <= far["high"] < 2.2, "one far row does not press the others together"
+    assert 1 <= far["high"] < 1.6, "one far row does not press the others together"
+    spread = [*np.linspace(-1, 1, 40).tolist(), 30.0]
+    one = row_histogram(spread, [0.2, 40.0, 50.0])
+    assert one is not None
+    assert one["high"] < 5, "nor does one of the rows themselves"
+    assert (one["outside"], one["beyond"]) == (1, 2)
+    assert sum(count for count, *_ in one["bars"]) == 41
+    assert [count for count, *_ in one["bars"] if count][-1] == 1
     assert row_histogram([]) is None
     flat = row_histogram([2.0, 2.0])
     assert flat is not None
