@@ -229,11 +229,12 @@ def about_encoding(name: str, report: EncodeReport) -> list[str]:
             f"{counted(report.truncated_tokens, 'tokens')} cut off at the end."
         )
     survey.leave_out(NO_RESPONSE, count=report.skipped_cut)
-    survey.leave_out("they have no token to learn", count=report.skipped_empty - report.skipped_cut)
-    survey.leave_out("they cannot be written as tokens", count=report.skipped_bad)
+    survey.leave_out("no token to learn", count=report.skipped_empty - report.skipped_cut)
+    survey.leave_out("not to be written as tokens", count=report.skipped_bad)
     notes += [f"{sentence}." for sentence in survey.left_out(f"{rows} left out")]
     if first := "; ".join(short(one, 100) for one in report.first_skipped[:3]):
-        notes.append(f"The first {rows} left out: {first}.")
+        first_of = "The first " * (report.skipped_empty + report.skipped_bad > 3) + rows
+        notes.append(f"{first_of[0].upper()}{first_of[1:]} left out: {first}.")
     return notes
 
 

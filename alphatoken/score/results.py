@@ -119,8 +119,9 @@ def _write_page(
     warned: Sequence[str],
 ) -> None:
     certified = {} if certificate is None else {"certificate": str(certificate)}
-    encoded = job.survey.encoded if job.survey is not None else EncodeReport()
-    lost = [*_lost("train", encoded, job), *_lost("validation", job.encoded, job)]
+    survey = job.survey or CorpusSurvey()
+    encoded, removed = survey.encoded, about_pools(survey.counts, places=survey.removed)
+    lost = [*_lost("train", encoded, job), *_lost("validation", job.encoded, job), *removed]
     said_again = {*about_encoding("train", encoded), *about_encoding("validation", job.encoded)}
     queries = len(ranks)
     trusted = f"the {written(len(job.validation))} trusted rows" if job.validation else ""
@@ -130,7 +131,7 @@ def _write_page(
         "meaning": meaning_of(job.settings, trusted),
         "about": _about(job, summary),
         "settings": job.settings | certified,
-        "notes": [note for note in notes if note not in {*warned, *said_again}],
+        "notes": [note for note in notes if note not in {*warned, *said_again, *removed}],
         "warnings": [*lost, *warned],
     }
     page, name = job.options.folder / "report.html", Path(job.options.train_file).name
@@ -384,9 +385,10 @@ def _notes_of(
             f"{what} measured against {counted(validation.response_tokens, 'response tokens')} of "
             f"{counted(validation.examples, 'validation rows')}."
         )
-    notes += about_pools(counts)
+    notes += about_pools(counts, places=survey.removed)
     if counts.get("bad_rows"):
-        notes.append(f"{counts['bad_rows']} rows cannot be read; bad_rows.jsonl names them.")
+        bad = counted(counts["bad_rows"], "rows")
+        notes.append(f"{bad} cannot be read; bad_rows.jsonl names them.")
     notes += about_encoding("train", survey.encoded) + about_encoding("validation", validation)
     return [*notes, *warned]
 
@@ -467,9 +469,9 @@ def _say(
     report = f"; report: {folder / 'report.html'}" if job.options.report else ""
     ways = "; ".join(derivative_text(way, error) for way, error in summary.derivatives.items())
     kept = "" if job.options.keep_ratio is None else f", {summary.kept_tokens} kept"
+    tokens = counted(summary.response_tokens, "response tokens")
     print(
-        f"{summary.response_tokens} response tokens valued{f' ({ways})' if ways else ''}{kept}; "
-        f"values: {folder / 'values'}{report}"
+        f"{tokens} valued{f' ({ways})' if ways else ''}{kept}; values: {folder / 'values'}{report}"
     )
     if not job.options.quiet:
         _say_next(job)

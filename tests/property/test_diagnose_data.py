@@ -458,10 +458,10 @@ def test_rows_on_both_sides_and_rows_without_a_response_are_left_out_and_counted
     train = [*TRAIN, *TRUSTED_ROWS[:2], silent, TRAIN[4], TRAIN[4]]
     found = data.diagnose(subject(train=train, validation=[*TRUSTED_ROWS, TRUSTED_ROWS[3]]))
     said = " ".join(found.notes)
-    assert "2 training rows are trusted rows too and are left out." in said
-    assert "1 training rows have no response and are left out." in said
-    assert "2 training rows repeat another one and are left out." in said
-    assert "1 trusted rows repeat another one and are left out." in said
+    assert "2 training rows are among the trusted ones and are left out (" in said
+    assert "1 training row has no response and is left out (" in said
+    assert "2 training rows repeat another one and are left out (" in said
+    assert "1 trusted row repeats another one and is left out (" in said
     assert "walk was taken on 6 trusted rows; the other 6 are the reference." in said
     groups = table_of(found)
     assert groups == table_of(data.diagnose(subject()))
