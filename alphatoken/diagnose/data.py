@@ -15,6 +15,7 @@ finished.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -421,6 +422,15 @@ def unseen_share(reference: int, level: float) -> float:
     return float(1.0 - level ** (1 / reference))
 
 
+def fewest_reference(level: float) -> int:
+    """Fewest reference rows of which ``unseen_share`` is ``MOST_UNSEEN`` or less.
+
+    >>> fewest_reference(0.025)
+    13
+    """
+    return math.ceil(math.log(level) / math.log(1 - MOST_UNSEEN))
+
+
 def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
     p, answer = together(tests), verdict(tests, reference)
     value, loss = (format(tests[name].difference, "+.3f") for name in MEASURES)
@@ -436,12 +446,16 @@ def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
             "words do: look at the rows of lowest value."
         )
     if answer == UNCLEAR:
+        enough = fewest_reference(LEVEL / len(tests))
+        more = "give more trusted rows"
+        if reference < enough:
+            more = f"judge them again with {2 * enough} or more trusted rows"
         return (
             f"Your rows may differ from the trusted ones, which are too few to tell (p = {p:.2g}): "
             f"a race measures whether selecting pays. {sizes} Beside {reference} trusted rows, "
             f"{share:.0%} of your rows may be of another kind without being noticed: look at the "
-            "rows of lowest value and of highest loss, and give more trusted rows "
-            "(--validation_file; half of them are for the walk)."
+            f"rows of lowest value and of highest loss, and {more} (--validation_file; half of "
+            "them are for the walk)."
         )
     ends = tests["value"].difference
     return (

@@ -449,7 +449,11 @@ def test_too_few_trusted_rows_to_tell_is_an_answer_too() -> None:
         said = data._conclusion(tests, len(trusted))
         assert ("a race measures" in said) == (answer != data.ALIKE)
         assert ("too few to tell" in said) == (answer == data.UNCLEAR)
+        told = "with 26 or more trusted rows (--validation_file; half" in said
+        assert told == (answer == data.UNCLEAR and len(trusted) < 13)
+        assert ("give more trusted rows" in said) == (answer == data.UNCLEAR and not told)
         assert ("train on everything" in said) == (answer == data.ALIKE)
+    assert data.unseen_share(13, 0.025) <= data.MOST_UNSEEN < data.unseen_share(12, 0.025)
 
 
 def test_rows_on_both_sides_and_rows_without_a_response_are_left_out_and_counted() -> None:
