@@ -92,7 +92,6 @@ def run(words: Sequence[str]) -> int:
         out /= _BESIDE_VALUES
         print(f"note: the folder holds values; the diagnoses go to {out}", file=sys.stderr)
     require_writable(out)
-    out.mkdir(parents=True, exist_ok=True)
     check_output_folder(
         out / _MANIFEST,
         [out / entry.name for entry in DIAGNOSTICS],
@@ -107,8 +106,9 @@ def run(words: Sequence[str]) -> int:
         for note in () if options.quiet else notes:
             print(f"note: {note}", file=sys.stderr)
         if len(entries) == 1 and (check := getattr(entries[0].load(), "require_rows", None)):
-            for note in check(subject):  # before anything is written
-                print(f"note: {note}", file=sys.stderr) if not options.quiet else None
+            left_out = check(subject)  # before anything is written
+            for note in () if options.quiet else left_out:
+                print(f"note: {note}", file=sys.stderr)
         if options.overwrite_output:
             _remove_earlier(out)
         command = shlex.join(["alphatoken", "diagnose", *words])
@@ -275,6 +275,7 @@ class _Folder:
             )
             refuse_other_run(then, now)
         folder = cls(path, settings, notes, diagnostics, command)
+        path.mkdir(parents=True, exist_ok=True)
         folder._write()
         return folder
 

@@ -50,7 +50,7 @@ from alphatoken.support.resume import (
     refuse_other_run,
     require_writable,
 )
-from alphatoken.support.storage import try_lock, write_json
+from alphatoken.support.storage import no_empty_folder, try_lock, write_json
 
 _T = TypeVar("_T")
 
@@ -81,7 +81,7 @@ def score_corpus(options: ScoreOptions) -> None:
 
 def _run_first(options: ScoreOptions, here: _LaunchedProcess) -> None:
     start, folder = time.monotonic(), options.folder
-    with _locked_folder(folder), collected_warnings() as warned:
+    with no_empty_folder(folder), _locked_folder(folder), collected_warnings() as warned:
         check_output_folder(
             folder / "run.json",
             [folder / "values", folder / "job", folder / "rows.jsonl"],
@@ -110,7 +110,6 @@ def _run_first(options: ScoreOptions, here: _LaunchedProcess) -> None:
 @contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
     """Holds the output folder against other runs, for as long as this one is at work."""
-    there = folder.exists()
     handle = try_lock(folder / "lock")
     if handle is None:
         raise ConfigError(
@@ -125,8 +124,6 @@ def _locked_folder(folder: Path) -> Iterator[None]:
     finally:
         if [path.name for path in folder.iterdir()] == ["lock"]:  # nothing was written
             (folder / "lock").unlink()
-            if not there:
-                folder.rmdir()
         os.close(handle)
 
 
