@@ -175,7 +175,7 @@ def test_notes_say_each_number_with_its_noun() -> None:
     ]
     assert about_encoding("validation", EncodeReport()) == []
     one = EncodeReport(skipped_empty=1, first_skipped=["a, line 2: it is empty"])
-    assert about_encoding("train", one)[1] == "Training rows left out: a, line 2: it is empty."
+    assert about_encoding("train", one)[1] == "The training row left out: a, line 2: it is empty."
 
 
 def test_rows_that_repeat_a_held_out_one_are_named(

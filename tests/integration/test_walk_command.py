@@ -11,7 +11,7 @@ import pytest
 from alphatoken.cli import main
 from alphatoken.estimate import walk
 from alphatoken.presets import WALK_RATE
-from alphatoken.score import read_values, run
+from alphatoken.score import read_values
 from alphatoken.support import progress
 from tests.integration import tiny_training as tiny
 
@@ -56,11 +56,10 @@ def test_the_page_marks_the_rows_that_the_walk_was_taken_on(
     words += ["--estimator", "walk", "--output_dir", str(tmp_path / "out"), "--max_length", "20"]
     monkeypatch.setattr(progress, "_FIRST", 0.0)  # what is shown within the first second
     begun: list[str] = []
-    walked, shown = walk.walk, run.Tracker
+    walked, shown = walk.walk, progress.Tracker
     monkeypatch.setattr(walk, "walk", lambda *own: begun.append("walk") or walked(*own))
-    monkeypatch.setattr(
-        run, "Tracker", lambda label, *own: begun.append(label) or shown(label, *own)
-    )
+    seen = "alphatoken.score.run.Tracker"
+    monkeypatch.setattr(seen, lambda label, *own: begun.append(label) or shown(label, *own))
     assert main(words) == 0
     assert begun == ["walk", "Scoring (8 rows left out)", "Valuing trusted rows"], (
         "a row takes no part of the walk"
