@@ -137,14 +137,25 @@ def quoted(error: BaseException) -> str:
     return short(f"{type(error).__name__}: {error}", 300)
 
 
+_OF_ONE = {
+    " are ": " is ", " were ": " was ", " have ": " has ", " repeat ": " repeats ",
+    " share ": " shares ",
+}  # fmt: skip
+"""Verbs of several -> of one."""
+
+
 def counted(count: int, what: str) -> str:
-    """A count and its noun.
+    """A count and its noun, with the verbs behind it.
 
     >>> counted(1, "rows left out"), counted(2, "rows left out"), counted(1, "of 3 rows left out")
     ('1 row left out', '2 rows left out', '1 of 3 rows left out')
+    >>> counted(1, "rows repeat another one and are left out")
+    '1 row repeats another one and is left out'
     """
-    one = count == 1 and not what.startswith("of ")
-    return f"{count} {re.sub('s(?= |$)', '', what, count=1) if one else what}"
+    if count != 1 or what.startswith("of "):
+        return f"{count} {what}"
+    noun = re.sub("s(?= |$)", "", what, count=1)
+    return f"{count} {re.sub('|'.join(_OF_ONE), lambda verb: _OF_ONE[verb[0]], noun)}"
 
 
 def first_few(names: Sequence[str], count: int) -> str:

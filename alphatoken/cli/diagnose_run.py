@@ -25,7 +25,7 @@ from alphatoken.cli.held_apart import take_apart
 from alphatoken.config import WALK
 from alphatoken.data import EncodeOptions, Example, Fields, Pools, Row, read_rows, split_pools
 from alphatoken.data.encode import about_encoding
-from alphatoken.data.split import about_pools
+from alphatoken.data.split import about_pools, refuse_one_file
 from alphatoken.diagnose import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.diagnose.clouds import require_sklearn
 from alphatoken.diagnose.diagnosis import LEAD, Diagnosis, overall, section_of
@@ -37,6 +37,7 @@ from alphatoken.errors import (
     DataError,
     ModelError,
     collected_warnings,
+    counted,
 )
 from alphatoken.presets import values_in_words
 from alphatoken.score.job import encode_some, examples_digest
@@ -91,7 +92,6 @@ def run(words: Sequence[str]) -> int:
         out /= _BESIDE_VALUES
         print(f"note: the folder holds values; the diagnoses go to {out}", file=sys.stderr)
     require_writable(out)
-    out.mkdir(parents=True, exist_ok=True)
     check_output_folder(
         out / _MANIFEST,
         [out / entry.name for entry in DIAGNOSTICS],
@@ -106,7 +106,9 @@ def run(words: Sequence[str]) -> int:
         for note in () if options.quiet else notes:
             print(f"note: {note}", file=sys.stderr)
         if len(entries) == 1 and (check := getattr(entries[0].load(), "require_rows", None)):
-            check(subject)  # before anything is written
+            left_out = check(subject)  # before anything is written
+            for note in () if options.quiet else left_out:
+                print(f"note: {note}", file=sys.stderr)
         if options.overwrite_output:
             _remove_earlier(out)
         command = shlex.join(["alphatoken", "diagnose", *words])
@@ -139,6 +141,9 @@ def _require_files(entry: Entry, options: DiagnoseOptions) -> None:
     """
     if entry.needs_retention:
         require_retention(options.retention_set)
+    if entry.needs_trusted:
+        held_out = {"--validation_file": options.validation_file}
+        refuse_one_file(options.train_file, held_out, drawn=False)
     if options.lacks(entry):
         raise DataError(
             "this diagnostic needs rows that are trusted",
@@ -270,6 +275,7 @@ class _Folder:
             )
             refuse_other_run(then, now)
         folder = cls(path, settings, notes, diagnostics, command)
+        path.mkdir(parents=True, exist_ok=True)
         folder._write()
         return folder
 
@@ -490,18 +496,22 @@ def _read(
         )
         for name, (path, named) in retention_files(options.retention_set).items()
     }
-    pools = split_pools(
-        data,
-        validation=validation,
-        validation_rows=0 if validation is not None else options.validation_rows or 0,
-        fisher=[row for rows in retention.values() for row in rows],
-        fisher_keys=[] if fisher is None else list(fisher.metadata.get("row_keys", [])),
-        leak_key=options.leak_key,
-        seed=options.seed,
-    )
+    try:
+        pools = split_pools(
+            data,
+            validation=validation,
+            validation_rows=0 if validation is not None else options.validation_rows or 0,
+            fisher=[row for rows in retention.values() for row in rows],
+            fisher_keys=[] if fisher is None else list(fisher.metadata.get("row_keys", [])),
+            leak_key=options.leak_key,
+            seed=options.seed,
+        )
+    except DataError:  # of one file, a better one; a large file is fine, since few rows are drawn
+        refuse_one_file(options.train_file, {"--validation_file": options.validation_file})
+        raise
     kept = {id(row) for row in pools.fisher}
     retention = {name: [row for row in rows if id(row) in kept] for name, rows in retention.items()}
-    notes += about_pools(pools.counts)
+    notes += about_pools(pools.counts, places=pools.places)
     pools = _held_out(pools, options, notes)
     train = drawn(pools.train, options.train_rows, "training rows", "--train_rows")
     return replace(pools, train=train), retention, notes
@@ -518,10 +528,10 @@ def _held_out(pools: Pools, options: DiagnoseOptions, notes: list[str]) -> Pools
     )
     if count:
         notes.append(
-            f"{count} training rows were held out for fitting Fishers (--fisher_prompts N for "
-            "another number)."
+            counted(count, "training rows were held out for fitting Fishers ")
+            + "(--fisher_prompts N for another number)."
         )
-        notes += about_pools(drawn.counts)
+        notes += about_pools(drawn.counts, places=drawn.places)
     return replace(pools, train=drawn.train, fisher=drawn.fisher)
 
 

@@ -8,7 +8,8 @@ from typing import TypeGuard, TypeVar
 
 from alphatoken.data import Example, Pair, leak_keys
 from alphatoken.data.split import token_keys
-from alphatoken.errors import DataError
+from alphatoken.data.survey import said_places
+from alphatoken.errors import DataError, counted
 from alphatoken.model.batch import IGNORE
 
 Item = Example | Pair
@@ -32,9 +33,13 @@ def take_apart(
     """
     notes = []
     for name, items in others.items():
-        items[:], left = apart_from(held_out, items, by)
+        kept, left = apart_from(held_out, items, by)
         if left:
-            notes.append(f"{left} {name} rows repeat {what} or its prompt and were removed.")
+            staying = {id(item) for item in kept}
+            places = [item.row.place for item in items if id(item) not in staying]
+            told = counted(left, f"{name} rows repeat {what} or its prompt and were removed")
+            notes.append(f"{told}{said_places(places, left)}.")
+        items[:] = kept
         if not items:
             raise DataError(
                 f"no {name} row is left",

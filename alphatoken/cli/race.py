@@ -21,7 +21,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.presets import values_in_words
 from alphatoken.race.arms import ALL, Arm, read_arms
 from alphatoken.support.progress import is_first_process
-from alphatoken.support.storage import open_line
+from alphatoken.support.storage import no_empty_folder, open_line
 
 
 def run(words: Sequence[str]) -> int:
@@ -60,7 +60,8 @@ def run(words: Sequence[str]) -> int:
     training.check_launch(arguments)
     training.clear_output(arguments)
     _clear_race(arguments)
-    _Command(read, arguments, by_arm, kind).run()
+    with no_empty_folder(arguments.training.output_dir):
+        _Command(read, arguments, by_arm, kind).run()
     return 0
 
 

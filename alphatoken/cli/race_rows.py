@@ -7,7 +7,7 @@ from typing import Any
 
 from alphatoken.cli.held_apart import Item, apart_from, take_apart
 from alphatoken.cli.training_options import RaceArguments
-from alphatoken.errors import DataError
+from alphatoken.errors import DataError, counted
 from alphatoken.race.arms import read_arms
 from alphatoken.race.rows import choosing_numbers, take
 
@@ -74,7 +74,7 @@ def rows_of_race(
     notes.append(
         f"{len(choosing)} of {len(trusted)} validation rows are set aside to choose by, and "
         f"{len(pools['validation'])} are left for the arms"
-        + (f" ({left} repeat a choosing row or prompt)." if left else ".")
+        + (f" ({counted(left, 'rows repeat a choosing row or prompt')})." if left else ".")
     )
     if not pools["validation"]:
         raise DataError(

@@ -27,8 +27,8 @@ data
 output
   OUT/values/part-*.parquet, one record an example with lists of an entry a token; summary.json and
   report.html; with --rows OUT/rows.jsonl. Every file is written whole or not at all. The rows of
-  highest and lowest mean value (with --rows sum: of the sum) are printed. Stop at any time; the
-  same command with --resume continues after the last finished part.
+  lowest mean value, highest mean loss and highest mean value (with --rows sum: of the sum) are
+  printed. Stop at any time; the same command with --resume continues after the last finished part.
 """
 
 

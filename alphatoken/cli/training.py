@@ -104,6 +104,7 @@ def _run(command: str, words: Sequence[str]) -> int:
     configuration, trainer = trainer_of(command, words)
     from alphatoken.cli.arguments import read_arguments
     from alphatoken.cli.training_rows import check_rows
+    from alphatoken.support.storage import no_empty_folder
 
     arguments = read_arguments(command, words, configuration)
     if arguments.model.model_name_or_path is None:
@@ -115,7 +116,8 @@ def _run(command: str, words: Sequence[str]) -> int:
     clear_output(arguments)
     if arguments.training.needs_values and is_first_process():
         print(f"note: {_about_values(arguments)}", file=sys.stderr, flush=True)
-    train(arguments, *build_trainer(arguments, trainer))
+    with no_empty_folder(arguments.training.output_dir):
+        train(arguments, *build_trainer(arguments, trainer))
     return 0
 
 
@@ -234,8 +236,8 @@ def check_output(arguments: Any) -> None:
             "the output folder is not empty",
             got=str(folder),
             why="two runs would be mixed in it",
-            remedy="--resume to continue the run in it, --overwrite_output to start anew, or "
-            "another --output_dir",
+            remedy="--resume to continue the run in it, --overwrite_output to start anew (its "
+            "checkpoints are removed), or another --output_dir",
         )
     other = command_of(folder / "run.json")
     if other is not None:

@@ -19,6 +19,7 @@ from alphatoken.data import (
     EncodeOptions,
     Example,
     Pair,
+    Pools,
     Survey,
     pair_of,
     row_of,
@@ -30,7 +31,7 @@ from alphatoken.data.messages import ROW_WEIGHTS
 from alphatoken.data.pairs import is_longer, pair_problem, preference_record, weights_of_pair
 from alphatoken.data.rows import ASKED, KEEP_MARKS, UNLEARNED, Row, Turn
 from alphatoken.data.source import SourceRow, find_source, usable_rows
-from alphatoken.data.split import about_pools
+from alphatoken.data.split import about_pools, refuse_one_file
 from alphatoken.data.texts import LEFT_OUT, TOKENS_DIGEST
 from alphatoken.data.trl_rows import check_tokens
 from alphatoken.data.weights import (
@@ -477,6 +478,7 @@ def load_run_data(
         "fisher": data.fisher_data if fisher is not None else None,
         "retention": data.retention_data,
     }
+    refuse_one_file(data.train_file, _held_out_files(arguments, sources))
     own = {name: reader.file_rows(file, name) for name, file in sources.items() if file is not None}
     fitted = None if data.fisher_file is None else FisherDrift.load(data.fisher_file)
     race, notes = read_race_rows(arguments, reader.file_rows, {"training": train, **own})
@@ -560,6 +562,19 @@ def _about_lengths(
     return notes
 
 
+def _held_out_files(
+    arguments: Arguments, sources: Mapping[str, str | None]
+) -> dict[str, str | None]:
+    """Option -> file of rows that are read and not trained on."""
+    data, race = arguments.data, arguments.race
+    flags = {"validation": "--validation_file", "fisher": "--fisher_data"}
+    files = {flags.get(name, "--retention_data"): file for name, file in sources.items()}
+    files["--eval_data"] = data.eval_data if evaluates(arguments) else None
+    if race is not None:
+        files |= {"--choosing_file": race.choosing_file, "--retention_file": race.retention_file}
+    return files
+
+
 # --- how many rows are held out -----------------------------------------------------------------
 
 
@@ -631,11 +646,11 @@ def _separate(
     separate = {name: getattr(pools, name) for name in ("train", "validation", "fisher")}
     separate["retention"] = retention
     items_of = {name: [item_of[id(row)] for row in some] for name, some in separate.items()}
-    return items_of, notes + _pool_notes(pools.counts, arguments)
+    return items_of, notes + _pool_notes(pools, arguments)
 
 
-def _pool_notes(counts: Mapping[str, int], arguments: Arguments) -> list[str]:
-    args = arguments.training
+def _pool_notes(pools: Pools, arguments: Arguments) -> list[str]:
+    args, counts = arguments.training, pools.counts
     policy = chosen_policy(args, None, args.FAMILY)
     judged = args.needs_values or (policy is not None and policy.needs.validation)
     untrusted = ": they are no cleaner than the others; --validation_file names rows that you trust"
@@ -648,5 +663,5 @@ def _pool_notes(counts: Mapping[str, int], arguments: Arguments) -> list[str]:
         if counts.get(name):
             unread = f", though this run reads none of them: {option} trains on them"
             more = quality if read else unread
-            notes.append(f"{counts[name]} {what} drawn for {use} and not trained on{more}.")
-    return notes + about_pools(counts, "Fisher prompts")
+            notes.append(f"{counted(counts[name], what)} drawn for {use} and not trained on{more}.")
+    return notes + about_pools(counts, "Fisher prompts", pools.places)

@@ -49,6 +49,9 @@ NO_RESPONSE = "no response within the length"
 EMPTY = "the response is empty"
 """Reason for which a row is left out that has no response at any length."""
 
+_NAMED = 3
+"""Rows that are named of those that are left out."""
+
 _SKIP = "have such rows passed over (--on_bad_rows skip; not in evaluate and merge)"
 _WITHOUT = (
     "leave the template out (--no_chat_template; --no_chat in evaluate; chat_template=False of "
@@ -229,11 +232,14 @@ def about_encoding(name: str, report: EncodeReport) -> list[str]:
             f"{counted(report.truncated_tokens, 'tokens')} cut off at the end."
         )
     survey.leave_out(NO_RESPONSE, count=report.skipped_cut)
-    survey.leave_out("they have no token to learn", count=report.skipped_empty - report.skipped_cut)
-    survey.leave_out("they cannot be written as tokens", count=report.skipped_bad)
+    survey.leave_out("no token to learn", count=report.skipped_empty - report.skipped_cut)
+    survey.leave_out("not to be written as tokens", count=report.skipped_bad)
     notes += [f"{sentence}." for sentence in survey.left_out(f"{rows} left out")]
-    if first := "; ".join(short(one, 100) for one in report.first_skipped[:3]):
-        notes.append(f"The first {rows} left out: {first}.")
+    if first := "; ".join(short(one, 100) for one in report.first_skipped[:_NAMED]):
+        count = report.skipped_empty + report.skipped_bad
+        named = counted(count, rows).split(" ", 1)[1]
+        several = "The first" if count > _NAMED else "The"
+        notes.append(f"{several} {named} left out: {first}.")
     return notes
 
 

@@ -10,24 +10,31 @@ import hashlib
 import random
 import unicodedata
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from alphatoken.data.encode import Example, prompt_tokens
 from alphatoken.data.rows import KEEP_MARKS, Row
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.data.survey import add_place, said_places
+from alphatoken.errors import ConfigError, DataError, counted
 from alphatoken.model.batch import IGNORE
 
 
 @dataclass(frozen=True)
 class Pools:
-    """The result of :func:`split_pools`; ``counts`` says what was held out and removed, and why."""
+    """The result of :func:`split_pools`; ``counts`` says what was held out and removed, and why.
+
+    ``places`` has, by the name of a count, where the first few rows are that were removed.
+    """
 
     train: list[Row]
     validation: list[Row]
     fisher: list[Row]
     counts: dict[str, int] = field(default_factory=dict)
+    places: dict[str, list[str]] = field(default_factory=dict)
 
 
 def normalise(text: str) -> str:
@@ -122,17 +129,24 @@ def split_pools(
     prompts = list(fisher) if fisher is not None else drawn_fisher
 
     validation_keys = _all_keys(validation_pool, keys)
-    fisher_pool = [row for row in prompts if not validation_keys & keys(row, leak_key)]
+    fisher_pool, places = list[Row](), defaultdict[str, list[str]](list)
+    for row in prompts:
+        if validation_keys & keys(row, leak_key):
+            add_place(places["fisher_removed_same_as_validation"], row.place)
+        else:
+            fisher_pool.append(row)
     kept_out = _all_keys(fisher_pool, keys) | set(fisher_keys)
     train: list[Row] = []
-    leaks = {"validation": 0, "fisher": 0}
+    leaks, whole = {"validation": 0, "fisher": 0}, 0
+    held_out = {"validation": validation_keys, "fisher": kept_out}
     for row in rest:
-        held_out = {"validation": validation_keys, "fisher": kept_out}
         pool = repeated_in(keys(row, leak_key), held_out)
         if pool is None:
             train.append(row)
         else:
             leaks[pool] += 1
+            whole += repeated_in(keys(row, "conversation"), held_out) is not None
+            add_place(places[f"removed_same_as_{pool}"], row.place)
     counts = {
         "rows": len(data),
         "drawn_validation": len(drawn_validation),
@@ -145,34 +159,77 @@ def split_pools(
         "fisher": len(fisher_pool),
     }
     if not train:
-        raise none_left(counts)
-    return Pools(train, validation_pool, fisher_pool, counts)
+        raise none_left(counts, whole=whole)
+    return Pools(train, validation_pool, fisher_pool, counts, dict(places))
 
 
-def none_left(counts: Mapping[str, int], *, marked: bool = False, cut: bool = False) -> DataError:
+def none_left(
+    counts: Mapping[str, int], *, marked: bool = False, cut: bool = False, whole: int = 0
+) -> DataError:
     """Error that no training row is left, with a remedy by the fate of the rows.
 
     Args:
         counts: of rows, by what becomes of them.
         marked: by their marks there is nothing to be learned of rows without response.
         cut: rows without response have one, beyond the length.
+        whole: rows that were removed since all of them is a held-out row, not the prompt alone.
     """
-    remedy = "hold out fewer rows"
+    what, remedy = "no training row is left", "hold out fewer rows"
+    removed = sum(counts.get(f"removed_same_as_{pool}", 0) for pool in ("validation", "fisher"))
+    drawn = counts.get("drawn_validation", 0) + counts.get("drawn_fisher", 0)
+    if removed and removed + drawn == counts.get("rows"):
+        what += ": each repeats a held-out row" + " or its prompt" * (whole < removed)
     if counts.get("without_response") == counts.get("rows"):
         remedy = "look at the column of responses, or name it: --response_column NAME"
         remedy = KEEP_MARKS if marked else remedy
         remedy = "a larger --max_length: the responses begin beyond it" if cut else remedy
-    elif any(counts.get(f"removed_same_as_{pool}") for pool in ("validation", "fisher")):
-        remedy = "where rows share their prompt, compare whole conversations: --leak_key "
-        remedy += "conversation (leak_key='conversation'); else give other held-out rows"
+    elif removed and whole < removed:
+        remedy = f"{removed - whole} share the prompt alone: compare whole conversations, "
+        remedy += "--leak_key conversation (leak_key='conversation'); or other held-out rows"
+    elif removed:
+        remedy = "other training rows, or other held-out rows"
     elif counts.get("bad_rows"):
         remedy = "look at the columns: without --on_bad_rows skip the first bad row is named"
     got = (f"{name.replace('_', ' ')} {count}" for name, count in counts.items() if count)
-    return DataError("no training row is left", got=", ".join(got), remedy=remedy)
+    return DataError(what, got=", ".join(got), remedy=remedy)
 
 
-def about_pools(counts: Mapping[str, int], fisher_rows: str = "retention rows") -> list[str]:
-    """Sentences about rows removed to keep pools apart; ``fisher_rows`` is the Fisher's pool."""
+def refuse_one_file(
+    train: str | None, held_out: Mapping[str, str | None], *, drawn: bool = True
+) -> None:
+    """Check that no held-out rows are those of the training file.
+
+    Args:
+        train: the training file.
+        held_out: option -> file, or None.
+        drawn: whether validation rows can be drawn from the training rows instead.
+
+    Raises:
+        ConfigError: the two are one file, under whatever name.
+    """
+    for flag, path in held_out.items():
+        if train is not None and path is not None and Path(train).resolve() == Path(path).resolve():
+            draw = "; or --validation_rows N in its place draws them from the training rows"
+            raise ConfigError(
+                f"--train_file and {flag} are the same file",
+                got=str(path),
+                why="each training row repeats a held-out row, and none would be left",
+                remedy=f"{flag} of other rows{draw * (drawn and flag == '--validation_file')}",
+            )
+
+
+def about_pools(
+    counts: Mapping[str, int],
+    fisher_rows: str = "retention rows",
+    places: Mapping[str, Sequence[str]] | None = None,
+) -> list[str]:
+    """Sentences about rows removed to keep pools apart.
+
+    Args:
+        counts: of rows, by what becomes of them.
+        fisher_rows: what those of the Fisher's pool are called.
+        places: of the first few, by the name of their count.
+    """
     removed = {
         "removed_same_as_validation": "training rows repeat a validation row or prompt",
         "removed_same_as_fisher": "training rows repeat a retention row or a prompt of the Fisher",
@@ -180,7 +237,9 @@ def about_pools(counts: Mapping[str, int], fisher_rows: str = "retention rows") 
     }
     shared = "; --leak_key conversation keeps those that share the prompt alone"
     return [
-        f"{counts[key]} {what} and were removed{shared * (counts[key] > counts['train'])}."
+        f"{counted(counts[key], f'{what} and were removed')}"
+        f"{said_places((places or {}).get(key, ()), counts[key])}"
+        f"{shared * (counts[key] > counts['train'])}."
         for key, what in removed.items()
         if counts.get(key)
     ]

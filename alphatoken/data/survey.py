@@ -19,6 +19,22 @@ _FILES = 20
 _PLACES = 3
 
 
+def add_place(places: list[str], place: str) -> None:
+    """Keep the place of a row that is left out, if it is one of the first few."""
+    if place and len(places) < _PLACES:
+        places.append(place)
+
+
+def said_places(places: Sequence[str], count: int) -> str:
+    """Places of the first of so many rows, in brackets; "" where none is known.
+
+    >>> said_places(["a.jsonl, line 3"], 1), said_places(["line 1", "line 2", "line 5"], 7)
+    (' (a.jsonl, line 3)', ' (line 1, line 2, line 5, ...)')
+    """
+    named = ", ".join([*places[:_PLACES], *["..."] * (count > min(len(places), _PLACES))])
+    return f" ({named})" if places else ""
+
+
 class Columns:
     """The columns of one record that hold something, and what each of them was read as.
 
@@ -188,9 +204,7 @@ line (line 2)
             self._name(reason, place)
 
     def _name(self, reason: str, place: str) -> None:
-        places = self._places.setdefault(reason, [])
-        if place and len(places) < _PLACES:
-            places.append(place)
+        add_place(self._places.setdefault(reason, []), place)
 
     def left_out(self, rows: str = "rows left out") -> list[str]:
         """The sentence about rows that were left out, one for each reason.
@@ -202,9 +216,7 @@ line (line 2)
 
     def _sentences(self, counts: Counter[str], what: str) -> Iterator[str]:
         for reason, count in counts.items():
-            places = self._places[reason]
-            named = ", ".join([*places, *["..."] * (count > len(places))])
-            yield f"{counted(count, what)}: {reason}" + (f" ({named})" if places else "")
+            yield f"{counted(count, what)}: {reason}{said_places(self._places[reason], count)}"
 
     def __str__(self) -> str:
         """One line about the source."""

@@ -122,7 +122,7 @@ def _report(out: Path, model: Path, rows: DemoRows) -> Path:
         title="Walk values of the demo's rows",
         meaning=replace(
             meaning_of(settings, f"{len(rows.trusted) // 2} trusted rows"),
-            trusted="those that the walk was not taken on",
+            trusted="The walk was not taken on them",
         ),
         trusted=[mean_of(one, "total") for one in read_values(out / "verdict/data/reference")],
         settings=settings,

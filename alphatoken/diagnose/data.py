@@ -15,6 +15,7 @@ finished.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ import numpy as np
 from alphatoken.config import WALK
 from alphatoken.data import Example
 from alphatoken.data.encode import prompt_tokens
+from alphatoken.data.survey import said_places
 from alphatoken.diagnose import CheckedOptions
 from alphatoken.diagnose.diagnosis import DOUBTFUL, GOOD, Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
@@ -39,9 +41,10 @@ from alphatoken.diagnose.statistics import (
 )
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import scorer_for, with_estimator
-from alphatoken.errors import ConfigError, DataError, short
+from alphatoken.errors import ConfigError, DataError, counted, short
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.run import score_rows
+from alphatoken.score.summary import end_places
 from alphatoken.score.value_page import row_list, shown_end
 from alphatoken.score.values import LOSS, ScoredExample, read_values, write_values
 from alphatoken.scorer import Scorer
@@ -200,13 +203,13 @@ def _by_prompt(rows: Sequence[Example]) -> dict[tuple[int, ...], list[int]]:
     return places
 
 
-def require_rows(subject: Subject) -> None:
-    """Check that there are rows to judge, and trusted ones to compare them with.
+def require_rows(subject: Subject) -> list[str]:
+    """Check that there are rows to judge, and trusted ones; sentences on those that are left out.
 
     Raises:
         DataError: fewer than 8 of either.
     """
-    _groups(subject)
+    return [note for note in _groups(subject)[2] if "left out" in note]
 
 
 def _groups(subject: Subject) -> tuple[list[Example], dict[str, list[Example]], list[str]]:
@@ -222,24 +225,40 @@ def _groups(subject: Subject) -> tuple[list[Example], dict[str, list[Example]], 
     _require_enough(kept, judged)
     walked, reference = halves(kept, subject.seed)
     left_out = {
-        "training rows have no response": len(subject.train) - len(train),
-        "training rows are trusted rows too": len(train) - len(others),
-        "training rows repeat another one": len(others) - len(judged),
-        "trusted rows have no response": len(subject.validation) - len(trusted),
-        "trusted rows repeat another one": len(trusted) - len(kept),
+        "training rows have no response": (subject.train, train),
+        "training rows are among the trusted ones": (train, others),
+        "training rows repeat another one": (others, judged),
+        "trusted rows have no response": (subject.validation, trusted),
+        "trusted rows repeat another one": (trusted, kept),
     }
-    notes = [f"{count} {what} and are left out." for what, count in left_out.items() if count]
+    notes = [note for what, rows in left_out.items() if (note := _left_out(what, *rows))]
     for name, rows in (("training", judged), ("reference", reference)):
         if shared := len(rows) - len(_by_prompt(rows)):
             notes.append(
-                f"{shared} {name} rows share the prompt of another one; the tests take them for "
-                "independent, so their p may be too small."
+                f"{counted(shared, f'{name} rows share the prompt of another one')}; the tests "
+                "take all rows for independent, so their p may be too small."
             )
     notes.append(
         f"The walk was taken on {len(walked)} trusted rows; the other {len(reference)} are the "
         "reference."
     )
     return walked, {JUDGED: judged, TRUSTED: reference}, notes
+
+
+def _left_out(what: str, rows: Sequence[Example], kept: Sequence[Example]) -> str:
+    """A sentence on the rows that are not kept, the first few by their places; "" where all are.
+
+    Those that are kept stand in the order of the rows.
+    """
+    staying, places = iter(kept), list[str]()
+    coming = next(staying, None)
+    for row in rows:
+        if row is coming:
+            coming = next(staying, None)
+        else:
+            places.append(row.row.place)
+    told = counted(len(places), f"{what} and are left out")
+    return f"{told}{said_places(places, len(places))}." if places else ""
 
 
 def _require_enough(trusted: Sequence[Example], judged: Sequence[Example]) -> None:
@@ -403,6 +422,15 @@ def unseen_share(reference: int, level: float) -> float:
     return float(1.0 - level ** (1 / reference))
 
 
+def fewest_reference(level: float) -> int:
+    """Fewest reference rows of which ``unseen_share`` is ``MOST_UNSEEN`` or less.
+
+    >>> fewest_reference(0.025)
+    13
+    """
+    return math.ceil(math.log(level) / math.log(1 - MOST_UNSEEN))
+
+
 def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
     p, answer = together(tests), verdict(tests, reference)
     value, loss = (format(tests[name].difference, "+.3f") for name in MEASURES)
@@ -418,12 +446,16 @@ def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
             "words do: look at the rows of lowest value."
         )
     if answer == UNCLEAR:
+        enough = fewest_reference(LEVEL / len(tests))
+        more = "give more trusted rows"
+        if reference < enough:
+            more = f"judge them again with {2 * enough} or more trusted rows"
         return (
             f"Your rows may differ from the trusted ones, which are too few to tell (p = {p:.2g}): "
             f"a race measures whether selecting pays. {sizes} Beside {reference} trusted rows, "
             f"{share:.0%} of your rows may be of another kind without being noticed: look at the "
-            "rows of lowest value and of highest loss, and give more trusted rows "
-            "(--validation_file; half of them are for the walk)."
+            f"rows of lowest value and of highest loss, and {more} (--validation_file; half of "
+            "them are for the walk)."
         )
     ends = tests["value"].difference
     return (
@@ -474,16 +506,8 @@ def _doubts_of_walk(trusted: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _ends(records: Sequence[Mapping[str, Any]], count: int) -> dict[str, list[int]]:
     """Places of the rows at either end of the mean value, and of highest loss; outermost first."""
-    value, loss = (
-        np.argsort(np.array([one[name] for one in records]), kind="stable").tolist()
-        for name in ("value", "loss")
-    )
-    count = min(count, len(records) // 2)
-    return {
-        "lowest mean value": value[:count],
-        "highest mean value": value[::-1][:count],
-        "highest mean loss": loss[::-1][:count],
-    }
+    value, loss = (np.array([one[name] for one in records]) for name in ("value", "loss"))
+    return end_places(value, loss, min(count, len(records) // 2))
 
 
 def _ends_table(

@@ -33,12 +33,18 @@ from alphatoken.direction.cache import (
 )
 from alphatoken.direction.inputs import DirectionInputs
 from alphatoken.direction.objective import forward_losses, objective_value
-from alphatoken.errors import AlphaTokenWarning, ConfigError, UnsupportedError, warn_caller
+from alphatoken.errors import (
+    AlphaTokenWarning,
+    ConfigError,
+    UnsupportedError,
+    counted,
+    warn_caller,
+)
 from alphatoken.estimate.differences import CHECKED_EVERY
 from alphatoken.estimate.estimator import Estimator, Recording, Side
 from alphatoken.estimate.temporary_weights import TemporaryWeights
 from alphatoken.estimate.token_values import combine, undivided
-from alphatoken.model.batch import LabelledBatch, read_batch
+from alphatoken.model.batch import LabelledBatch, PreferenceBatch, read_batch
 from alphatoken.model.forward import draws, evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.sharding import Sharding
@@ -51,6 +57,10 @@ End = dict[str, Tensor]
 also, under ``BEHIND`` and the name, its weight as far behind the start."""
 
 BEHIND = "behind:"
+
+LEARNED, LEARNED_SHARE = 0.05, 0.05
+"""Mean loss at the end of a walk, in nats and as a share of that before it, below both of which its
+rows are known by heart."""
 
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -118,7 +128,9 @@ def walk_age(inputs: DirectionInputs) -> tuple[object, ...]:
 def end_of_walk(inputs: DirectionInputs) -> dict[str, Tensor]:
     """Weights after the walk that the options describe, from the weights as they are.
 
-    Warns where the mean loss of the validation rows has risen.
+    Warns where the mean loss of the validation rows has risen, and where it has fallen below
+    ``LEARNED`` nats and below ``LEARNED_SHARE`` of what it was: rows that are known by heart lead
+    away from all others, of their own kind too.
     """
     config, model, scored = inputs.config, inputs.adapter.model, inputs.scored
     rate = config.walk_rate
@@ -139,6 +151,14 @@ def end_of_walk(inputs: DirectionInputs) -> dict[str, Tensor]:
             f"a walk of {config.walk_steps} AdamW steps at rate {rate:g} raised the mean loss "
             f"of its validation rows from {before:.4g} to {after:.4g}: values along it point "
             "away from them. Lower walk_learning_rate.",
+            AlphaTokenWarning,
+        )
+    elif after < min(LEARNED, LEARNED_SHARE * before):
+        warn_caller(
+            f"the walk has learned its {counted(_rows(inputs), 'rows')} by heart: in "
+            f"{config.walk_steps} AdamW steps at rate {rate:g} their mean loss fell from "
+            f"{before:.3g} to {after:.3g}. Good rows may then have negative values too: compare "
+            "ranks, not signs. More trusted rows, or fewer walk_steps.",
             AlphaTokenWarning,
         )
     return weights if config.walk_form == "one_sided" else {**weights, **_behind(inputs, weights)}
@@ -165,6 +185,12 @@ def _moved_to(inputs: DirectionInputs, weights: Mapping[str, Tensor]) -> Iterato
     with moved.open():
         moved.place(weights)
         yield
+
+
+def _rows(inputs: DirectionInputs) -> int:
+    """Validation rows, or pairs."""
+    batches = (b.chosen if isinstance(b, PreferenceBatch) else b for b in inputs.validation)
+    return sum(len(batch["labels"]) for batch in batches)
 
 
 def _mean_objective(inputs: DirectionInputs, role: str) -> float:

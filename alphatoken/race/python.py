@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import set_seed
 
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.errors import ConfigError, DataError, counted
 from alphatoken.race.arms import Arm, read_arms
 from alphatoken.race.options import RaceConfig
 from alphatoken.race.page import PAGE, verdict, write_race_page
@@ -235,7 +235,8 @@ def _without_leaks(validation: Any, held_out: Any, name: str, text_field: str) -
     if not leaks:
         return validation
     kept = [number for number in range(len(validation)) if number not in leaks]
-    print(f"{len(leaks)} validation rows repeat a {name} row and were left out", file=sys.stderr)
+    told = counted(len(leaks), f"validation rows repeat a {name} row and were left out")
+    print(told, file=sys.stderr)
     if not kept:
         raise DataError(
             f"every validation row is a {name} row",

@@ -530,7 +530,9 @@ class Race:
             changes,
             what="this is not the race to go on with",
             why="arms that trained by other options or on other rows would be compared",
-            remedy="repeat the earlier arguments, or --overwrite_output, or another output_dir",
+            remedy="repeat the earlier arguments, and what is finished is kept; or another "
+            "output_dir, and all of it is kept; or --overwrite_output, which removes the arms and "
+            "begins anew",
         )
 
     def _rows(self, trainer: Any) -> dict[str, list[dict[str, Any]]]:

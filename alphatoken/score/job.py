@@ -36,9 +36,9 @@ from alphatoken.data import (
 from alphatoken.data.encode import NO_RESPONSE, survey_of
 from alphatoken.data.rows import UNLEARNED, Fields, Row, row_of
 from alphatoken.data.source import RowSource, each_row, find_source, source_of
-from alphatoken.data.split import check_draw, none_left, repeated_in, token_keys
-from alphatoken.data.survey import Survey
-from alphatoken.errors import ConfigError, DataError
+from alphatoken.data.split import check_draw, none_left, refuse_one_file, repeated_in, token_keys
+from alphatoken.data.survey import Survey, add_place
+from alphatoken.errors import ConfigError, DataError, counted
 from alphatoken.model.protocol import find_adapter
 from alphatoken.score.options import ScoreOptions
 from alphatoken.score.queries import encode_queries, query_rows, read_as
@@ -75,6 +75,8 @@ class CorpusSurvey:
     Attributes:
         counts: of rows, by outcome: one of :data:`OUTCOMES`.
         encoded: sums up those that became tokens.
+        removed: outcome -> places of the first few rows that repeat a held-out one.
+        whole: rows that repeat all of a held-out one, not its prompt alone.
         bad: index, place and reason of each row that cannot be read or written as tokens.
         tokens: place, ids and labels of the rows that are valued, by index; None where they are
             more than ``MOST_TOKENS``: such rows are written as tokens again when they are valued.
@@ -82,6 +84,8 @@ class CorpusSurvey:
 
     counts: dict[str, int] = field(default_factory=Counter)
     encoded: EncodeReport = field(default_factory=EncodeReport)
+    removed: dict[str, list[str]] = field(default_factory=dict)
+    whole: int = 0
     bad: list[dict[str, Any]] = field(default_factory=list)
     tokens: dict[int, tuple[str, array[int], array[int]]] | None = field(default_factory=dict)
 
@@ -100,6 +104,13 @@ class CorpusSurvey:
             if index in self.tokens:
                 place, ids, labels = self.tokens[index]
                 yield Example(Row(index, place, ()), ids.tolist(), labels.tolist())
+
+    def remove(self, row: Row, pool: str, *, whole: bool) -> None:
+        """Count a row that repeats one of the pool, and keep where it is."""
+        outcome = f"removed_same_as_{pool}"
+        self.counts[outcome] += 1
+        self.whole += whole
+        add_place(self.removed.setdefault(outcome, []), row.place)
 
     def add_bad(self, index: int, place: str, reason: str) -> None:
         """Count a bad row, and keep what is wrong with it."""
@@ -176,12 +187,14 @@ class Corpus:
             outcomes.counts["drawn_validation"] += 1
             return None
         if (pool := repeated_in(leak_keys(row, self.leak_key), pools)) is not None:
-            outcomes.counts[f"removed_same_as_{pool}"] += 1
+            whole = repeated_in(leak_keys(row, "conversation"), pools) is not None
+            outcomes.remove(row, pool, whole=whole)
             return None
         examples, report = encode_rows([row], self.tokenizer, self.how, survey)
         keys = token_keys(examples[0], self.leak_key) if examples else ()
         if (pool := repeated_in(keys, pools)) is not None:
-            outcomes.counts[f"removed_same_as_{pool}"] += 1
+            whole = repeated_in(token_keys(examples[0], "conversation"), pools) is not None
+            outcomes.remove(row, pool, whole=whole)
             return None
         if report.skipped_bad:
             reason = report.first_skipped[0].removeprefix(f"{row.place}: ")
@@ -213,7 +226,7 @@ class Corpus:
         counts = {"rows": self.source.rows, **{name: outcomes.counts[name] for name in shown}}
         if not outcomes.counts["train"]:
             marked, cut = UNLEARNED in survey.left, NO_RESPONSE in survey.left
-            raise none_left(counts, marked=marked, cut=cut)
+            raise none_left(counts, marked=marked, cut=cut, whole=outcomes.whole)
         return replace(outcomes, counts=counts)
 
 
@@ -265,7 +278,7 @@ def encode_some(
     if not examples:
         raise DataError(
             f"no {what} row is left",
-            got="; ".join([f"{len(rows)} rows", *survey.left_out()]),
+            got="; ".join([counted(len(rows), "rows"), *survey.left_out()]),
             remedy="look at --response_column, --max_length, --on_empty and --on_bad_rows, or give "
             "other rows",
         )
@@ -488,6 +501,7 @@ def prepare_rows(options: ScoreOptions) -> tuple[Corpus, list[Row], FisherDrift 
     Raises:
         AlphaTokenError: wrong input, with what and where.
     """
+    refuse_one_file(options.train_file, {"--validation_file": options.validation_file})
     corpus, fisher = _corpus(options, find_source(options.train_file).limited(options.train_limit))
     if options.reference is not None:
         _check_vocabulary(options, options.reference)

@@ -24,7 +24,7 @@ class Meaning:
         unit: of a value, after its number.
         rate: of one-step values, the step by which a tooltip turns one into a change of the loss.
         after: of values that are a loss before less a loss after, after what; or "".
-        trusted: which the trusted rows are that a page marks.
+        trusted: a sentence, without its full stop, on the trusted rows that a page marks.
         components: key of a component -> what it says, where it says something else here.
     """
 
@@ -35,7 +35,7 @@ class Meaning:
     unit: str = ""
     rate: float | None = None
     after: str = ""
-    trusted: str = "which the values are against and which therefore lie higher"
+    trusted: str = "The walk was taken on them, so they lie higher"
     components: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from alphatoken.data import EncodeOptions, EncodeReport, Example, Fields, Row, Turn, encode_rows
 from alphatoken.data.file_kinds import JSON, placed
 from alphatoken.data.rows import require_text, row_of
-from alphatoken.errors import DataError, short
+from alphatoken.errors import DataError, counted, short
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.page import Section, number, parts, render_page
 from alphatoken.score.summary import mean_of, worded
@@ -273,7 +273,8 @@ def _shown(
     count, length = int(example.response.sum()), len(example.ids)
     part = f"; tokens {start} to {end - 1} of {length} shown" if end - start < length else ""
     loss = f"; loss {three_digits(mean_of(example, LOSS))}" if LOSS in example.values else ""
-    said = f"sum {three_digits(total, signed=True)} over {count} response tokens{loss}{part}"
+    tokens = counted(count, "response tokens")
+    said = f"sum {three_digits(total, signed=True)} over {tokens}{loss}{part}"
     return shown_example(example, start, end, [key]) | {"kept": None, "said": said}
 
 

@@ -32,7 +32,15 @@ from alphatoken.score.job import CorpusSurvey, Job, on_device
 from alphatoken.score.meaning import meaning_of
 from alphatoken.score.page import number as written
 from alphatoken.score.queries import QueryRank, rank_rows, write_query_report
-from alphatoken.score.summary import ValueSummary, mean_of, summarise
+from alphatoken.score.summary import (
+    HIGHEST,
+    HIGHEST_LOSS,
+    LOWEST,
+    ValueSummary,
+    end_places,
+    mean_of,
+    summarise,
+)
 from alphatoken.score.value_page import write_report
 from alphatoken.score.values import (
     ScoredExample,
@@ -50,6 +58,9 @@ Unit = Literal["tokens", "mean", "sum"]
 
 # Rows at each end that are printed and stand in the summary.
 _ENDS = 3
+
+_SIDES = {"worst": LOWEST, "highest_loss": HIGHEST_LOSS, "best": HIGHEST}
+"""What the summary file calls each end, in the order in which they are printed."""
 
 
 def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float) -> None:
@@ -72,11 +83,11 @@ def write_results(job: Job, scorer: Scorer, warned: Sequence[str], start: float)
     certificate = _certificate(scorer, job)
     if options.keep_scope == "dataset":
         _keep_over_all(folder, options.ratio)
-    rows = _row_ends(folder / "values", options.rows or "mean")
     written = _write_rows(job)
     ranks = [QueryRank() for _ in options.query]
     texts = partial(token_texts, job.corpus.tokenizer)
     summary = summarise(rank_rows(_checked_examples(job), ranks), seed=options.seed, texts=texts)
+    rows = _row_ends(folder / "values", options.rows or "mean", summary)
     notes = _notes_of(job, survey, summary, warned)
     document = {
         "settings": job.settings,
@@ -108,8 +119,9 @@ def _write_page(
     warned: Sequence[str],
 ) -> None:
     certified = {} if certificate is None else {"certificate": str(certificate)}
-    encoded = job.survey.encoded if job.survey is not None else EncodeReport()
-    lost = [*_lost("train", encoded, job), *_lost("validation", job.encoded, job)]
+    survey = job.survey or CorpusSurvey()
+    encoded, removed = survey.encoded, about_pools(survey.counts, places=survey.removed)
+    lost = [*_lost("train", encoded, job), *_lost("validation", job.encoded, job), *removed]
     said_again = {*about_encoding("train", encoded), *about_encoding("validation", job.encoded)}
     queries = len(ranks)
     trusted = f"the {written(len(job.validation))} trusted rows" if job.validation else ""
@@ -119,7 +131,7 @@ def _write_page(
         "meaning": meaning_of(job.settings, trusted),
         "about": _about(job, summary),
         "settings": job.settings | certified,
-        "notes": [note for note in notes if note not in {*warned, *said_again}],
+        "notes": [note for note in notes if note not in {*warned, *said_again, *removed}],
         "warnings": [*lost, *warned],
     }
     page, name = job.options.folder / "report.html", Path(job.options.train_file).name
@@ -221,15 +233,18 @@ def _keep_over_all(folder: Path, ratio: float) -> None:
 # --- rows by their values -------------------------------------------------------------------------
 
 
-def _row_ends(values: Path, unit: Unit) -> dict[str, list[dict[str, float]]]:
-    """The rows of highest and lowest value: "best" from the first, "worst" from the last."""
-    columns = read_row_values(values)
-    order = _ranked(columns[_column(unit)])
-    count = min(_ENDS, max(1, len(order) // 2))
-    ends = {"best": order[:count], "worst": order[::-1][:count]}
+def _row_ends(values: Path, unit: Unit, summary: ValueSummary) -> dict[str, list[dict[str, float]]]:
+    """The odd rows: "worst" are of lowest value, "best" of highest; "highest_loss" where known."""
+    columns = read_row_values(values) | {"loss_mean": np.asarray(summary.row_losses)}
+    losses = columns["loss_mean"]
+    if np.isnan(losses).any():
+        del columns["loss_mean"]
+    count = min(_ENDS, max(1, len(losses) // 2))
+    places = end_places(columns[_column(unit)], losses, count)
     return {
-        side: [{name: column[at].item() for name, column in columns.items()} for at in places]
-        for side, places in ends.items()
+        side: [{name: column[at].item() for name, column in columns.items()} for at in places[end]]
+        for side, end in _SIDES.items()
+        if end in places
     }
 
 
@@ -365,13 +380,15 @@ def _notes_of(
             "tokens."
         )
     elif validation.examples and not queries:
+        what = "Values are" if job.fisher is None else "Adaptation is"
         notes.append(
-            f"Adaptation is measured against {validation.response_tokens} response tokens of "
-            f"{validation.examples} validation rows."
+            f"{what} measured against {counted(validation.response_tokens, 'response tokens')} of "
+            f"{counted(validation.examples, 'validation rows')}."
         )
-    notes += about_pools(counts)
+    notes += about_pools(counts, places=survey.removed)
     if counts.get("bad_rows"):
-        notes.append(f"{counts['bad_rows']} rows cannot be read; bad_rows.jsonl names them.")
+        bad = counted(counts["bad_rows"], "rows")
+        notes.append(f"{bad} cannot be read; bad_rows.jsonl names them.")
     notes += about_encoding("train", survey.encoded) + about_encoding("validation", validation)
     return [*notes, *warned]
 
@@ -413,15 +430,17 @@ def _certificate(scorer: Scorer, job: Job) -> Certificate | None:
 
 
 def _say_ends(job: Job, rows: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
-    unit = "sum" if job.options.rows == "sum" else "mean"
+    by = "sum of values" if job.options.rows == "sum" else "mean value"
     for side, ends in rows.items():
-        print(f"{side} rows by the {unit} of their values:")
+        print(f"{_SIDES[side].replace('mean value', by)}:")
         for one in ends:
             row = job.corpus.row(int(one["row"]))
             assert isinstance(row, Row)  # it was valued
+            loss = f", mean loss {one['loss_mean']:.4g}" if "loss_mean" in one else ""
             print(
-                f"  mean {one['value_mean']:+.4g}, sum {one['value_sum']:+.4g} of "
-                f"{one['response_tokens']} tokens  {short(row.response, 60)!r}  ({row.place})"
+                f"  mean value {one['value_mean']:+.4g}, sum {one['value_sum']:+.4g} of "
+                f"{counted(int(one['response_tokens']), 'tokens')}{loss}  "
+                f"{short(row.response, 60)!r}  ({row.place})"
             )
 
 
@@ -450,9 +469,9 @@ def _say(
     report = f"; report: {folder / 'report.html'}" if job.options.report else ""
     ways = "; ".join(derivative_text(way, error) for way, error in summary.derivatives.items())
     kept = "" if job.options.keep_ratio is None else f", {summary.kept_tokens} kept"
+    tokens = counted(summary.response_tokens, "response tokens")
     print(
-        f"{summary.response_tokens} response tokens valued{f' ({ways})' if ways else ''}{kept}; "
-        f"values: {folder / 'values'}{report}"
+        f"{tokens} valued{f' ({ways})' if ways else ''}{kept}; values: {folder / 'values'}{report}"
     )
     if not job.options.quiet:
         _say_next(job)

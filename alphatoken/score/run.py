@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from alphatoken import Scorer, TokenValues, select_top
-from alphatoken.config import ValueOptions
+from alphatoken.config import WALK, ValueOptions
 from alphatoken.data import Example, collate
-from alphatoken.errors import ConfigError, ModelError, collected_warnings
+from alphatoken.errors import ConfigError, ModelError, collected_warnings, counted
 from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.presets import preset_of
 from alphatoken.score.job import Job, load_job, on_device, prepare_job, save_job
@@ -50,7 +50,7 @@ from alphatoken.support.resume import (
     refuse_other_run,
     require_writable,
 )
-from alphatoken.support.storage import try_lock, write_json
+from alphatoken.support.storage import no_empty_folder, try_lock, write_json
 
 _T = TypeVar("_T")
 
@@ -81,7 +81,7 @@ def score_corpus(options: ScoreOptions) -> None:
 
 def _run_first(options: ScoreOptions, here: _LaunchedProcess) -> None:
     start, folder = time.monotonic(), options.folder
-    with _locked_folder(folder), collected_warnings() as warned:
+    with no_empty_folder(folder), _locked_folder(folder), collected_warnings() as warned:
         check_output_folder(
             folder / "run.json",
             [folder / "values", folder / "job", folder / "rows.jsonl"],
@@ -110,7 +110,6 @@ def _run_first(options: ScoreOptions, here: _LaunchedProcess) -> None:
 @contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
     """Holds the output folder against other runs, for as long as this one is at work."""
-    there = folder.exists()
     handle = try_lock(folder / "lock")
     if handle is None:
         raise ConfigError(
@@ -125,8 +124,6 @@ def _locked_folder(folder: Path) -> Iterator[None]:
     finally:
         if [path.name for path in folder.iterdir()] == ["lock"]:  # nothing was written
             (folder / "lock").unlink()
-            if not there:
-                folder.rmdir()
         os.close(handle)
 
 
@@ -300,9 +297,11 @@ def _kept(
         yield replace(one, kept=own[: len(one.ids)])
 
 
-def _score_batch(scorer: Scorer, examples: Sequence[Example], queries: int) -> list[ScoredExample]:
+@contextmanager
+def _memory_named(scorer: Scorer) -> Iterator[None]:
+    """Inside, a device that is out of memory is an error with a remedy."""
     try:
-        values = scorer.score(on_device(collate(examples), scorer.arguments.model))
+        yield
     except torch.OutOfMemoryError as error:
         walks = scorer.config.estimator == "walk"
         raise ModelError(
@@ -313,6 +312,11 @@ def _score_batch(scorer: Scorer, examples: Sequence[Example], queries: int) -> l
             + " or --max_length"
             + "; or --value paper, which moves no weight" * walks,
         ) from None
+
+
+def _score_batch(scorer: Scorer, examples: Sequence[Example], queries: int) -> list[ScoredExample]:
+    with _memory_named(scorer):
+        values = scorer.score(on_device(collate(examples), scorer.arguments.model))
     columns = {key: getattr(values, key) for key in COMPONENTS}
     columns |= {LOSS: values.losses, **_values_by_query(values, queries)}
     present = {key: column for key, column in columns.items() if column is not None}
@@ -405,19 +409,20 @@ def _check_engine(options: ScoreOptions, here: _LaunchedProcess) -> None:
 
 @contextmanager
 def _block_progress(
-    job: Job, left: Sequence[int]
+    job: Job, left: Sequence[int], prepare: Callable[[], object] = lambda: None
 ) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Shows rows that are finished: reports of rows of the block at work, and of a block's end."""
+    """Shows rows that are finished: reports of rows of the block at work, and of a block's end.
+
+    What ``prepare`` does, such as a walk, is no part of the time that a row takes.
+    """
     rows = job.corpus.source.rows
     out = 0 if job.survey is None else rows - job.survey.counts["train"]
-    label = f"Scoring ({out} rows are left out)" if out else "Scoring"
-    tracker = Tracker(label, rows, not job.options.quiet)
+    label = f"Scoring ({counted(out, 'rows')} left out)" if out else "Scoring"
 
     def rows_outside(numbers: Sequence[int]) -> int:
         return rows - sum(len(job.block_rows(number)) for number in numbers)
 
     done = rows_outside(left)
-    tracker.resume(done)
 
     def report(part: int) -> None:
         tracker.report(done + part)
@@ -427,9 +432,13 @@ def _block_progress(
         done += len(job.block_rows(number))
         report(0)
 
-    if left:  # it is shown before the first batch is done
-        report(0)
     try:
+        if left:
+            prepare()
+        tracker = Tracker(label, rows, not job.options.quiet)
+        tracker.resume(done)
+        if left:  # it is shown before the first batch is done
+            report(0)
         yield report, finish
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
@@ -439,7 +448,12 @@ def _block_progress(
 
 
 def _value_blocks(job: Job, scorer: Scorer, numbers: Sequence[int]) -> None:
-    with _block_progress(job, numbers) as (report, finish):
+    def prepare() -> None:
+        if scorer.config.estimator == WALK:
+            with _memory_named(scorer):
+                scorer.estimator.prepare()
+
+    with _block_progress(job, numbers, prepare) as (report, finish):
         for number in numbers:
             value_block(job, scorer, number, report)
             finish(number)

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.score.token_kinds import PAGE_KINDS, page_kinds
-from alphatoken.score.values import COMPONENTS, ScoredExample
+from alphatoken.score.values import COMPONENTS, LOSS, ScoredExample
 
 TokenRank = tuple[float, ScoredExample, int]
 """The total of one of the highest or lowest tokens, its sequence, and its position there."""
 
 RankedRow = tuple[float, ScoredExample]
-"""The mean value of one of the highest or lowest rows, and the row."""
+"""The mean value, or loss, of one of the highest or lowest rows, and the row."""
 
 # Tokens shown on each side of an extreme token.
 _CONTEXT = 10
@@ -29,7 +29,14 @@ _CONTEXT = 10
 # Rows at each end of a page.
 _ROW_ENDS = 3
 
-_UNCOUNTED = ("sample", "row_means", "highest_rows", "lowest_rows")
+LOWEST, HIGHEST_LOSS, HIGHEST = "lowest mean value", "highest mean loss", "highest mean value"
+"""The ends by which rows are odd, in the order in which pages and terminals name them: spoiled rows
+are often at the first two."""
+
+_UNCOUNTED = (
+    *("sample", "row_means", "row_losses"),
+    *("highest_rows", "lowest_rows", "highest_losses"),
+)
 """What a summary file has no place for, or has from the value files."""
 
 
@@ -46,8 +53,10 @@ class ValueSummary:
         kinds: kind of token -> ``count``, ``sum`` of the totals, and ``negative``, how many of them
             are below 0; empty where no token has a text.
         row_means: the mean total of each sequence with a response.
+        row_losses: the mean loss of each of these, NaN where it is not known.
         highest_rows: the sequences of highest mean total, the highest first.
         lowest_rows: those of lowest mean total, the lowest first; none is at both ends.
+        highest_losses: those of highest mean loss, the highest first, of those that have one.
         sample: sequences for the page, in row order.
     """
 
@@ -61,9 +70,16 @@ class ValueSummary:
     lowest: list[TokenRank] = field(default_factory=list)
     kinds: dict[str, dict[str, float]] = field(default_factory=dict)
     row_means: array[float] = field(default_factory=lambda: array("d"))
+    row_losses: array[float] = field(default_factory=lambda: array("d"))
     highest_rows: list[RankedRow] = field(default_factory=list)
     lowest_rows: list[RankedRow] = field(default_factory=list)
+    highest_losses: list[RankedRow] = field(default_factory=list)
     sample: list[ScoredExample] = field(default_factory=list)
+
+    def row_ends(self) -> dict[str, list[RankedRow]]:
+        """The rows at each end, by its name."""
+        ends = (self.lowest_rows, self.highest_losses, self.highest_rows)
+        return dict(zip((LOWEST, HIGHEST_LOSS, HIGHEST), ends, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that fits a summary file: no sample, and no row but in ``highest``."""
@@ -170,11 +186,13 @@ class _Kinds:
 
 
 def _rank_row(summary: ValueSummary, example: ScoredExample) -> None:
-    """Keep the mean total of a sequence, and the sequence where it is at an end so far."""
+    """Keep mean total and loss of a sequence, and the sequence where it is at an end so far."""
     if not example.response.any():
         return
     mean = mean_of(example, "total")
+    loss = mean_of(example, LOSS) if LOSS in example.values else math.nan
     summary.row_means.append(mean)
+    summary.row_losses.append(loss)
     ranked = (mean, example)
     summary.highest_rows = heapq.nlargest(
         _ROW_ENDS, [*summary.highest_rows, ranked], key=itemgetter(0)
@@ -182,14 +200,35 @@ def _rank_row(summary: ValueSummary, example: ScoredExample) -> None:
     summary.lowest_rows = heapq.nsmallest(
         _ROW_ENDS, [*summary.lowest_rows, ranked], key=itemgetter(0)
     )
+    if not math.isnan(loss):
+        losses = [*summary.highest_losses, (loss, example)]
+        summary.highest_losses = heapq.nlargest(_ROW_ENDS, losses, key=itemgetter(0))
 
 
 def _part_ends(summary: ValueSummary, texts: Callable[[Sequence[int]], list[str]] | None) -> None:
     count = len(summary.row_means) // 2  # of fewer than six rows, none is at both ends
-    summary.highest_rows, summary.lowest_rows = (
+    summary.lowest_rows, summary.highest_losses, summary.highest_rows = (
         [(mean, worded(example, texts)) for mean, example in rows[:count]]
-        for rows in (summary.highest_rows, summary.lowest_rows)
+        for rows in summary.row_ends().values()
     )
+
+
+def end_places(
+    values: NDArray[np.float64], losses: NDArray[np.float64], count: int
+) -> dict[str, list[int]]:
+    """Places of so many rows at each end, by its name; outermost first, of equal ones the first.
+
+    Args:
+        values: (n,) of the rows.
+        losses: (n,) their mean losses; where one is NaN, no row is named by its loss.
+        count: of the rows at an end.
+    """
+    keys = {LOWEST: values, HIGHEST_LOSS: -losses, HIGHEST: -values}
+    return {
+        end: np.argsort(key, kind="stable")[:count].tolist()
+        for end, key in keys.items()
+        if not np.isnan(key).any()
+    }
 
 
 def mean_of(example: ScoredExample, key: str) -> float:

@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken.score.meaning import Meaning
-from alphatoken.score.page import Column, Section, environment, number, render_page, table_html
+from alphatoken.score.page import (
+    Column,
+    Section,
+    anchor_of,
+    environment,
+    number,
+    render_page,
+    table_html,
+)
 from alphatoken.score.summary import ValueSummary, mean_of
 from alphatoken.score.token_kinds import BREAK, END, FIRST, brief_prompt
 from alphatoken.score.values import COMPONENTS, LOSS, ScoredExample
@@ -82,14 +90,14 @@ def _sections(
         for key, (name, said) in ((key, COMPONENTS[key]) for key in present)
     ]
     shown, left_out = shown_examples(summary.sample, present)
+    sides = {anchor_of(end): end.capitalize() for end, rows in summary.row_ends().items() if rows}
     ends = {
-        "lowest": [shown_end(row, present) for _, row in summary.lowest_rows],
-        "highest": [shown_end(row, present) for _, row in summary.highest_rows],
+        anchor_of(end): [shown_end(row, present) for _, row in rows]
+        for end, rows in summary.row_ends().items()
     }
-    # A row that is in the sample and at an end counts once.
-    places = {one["place"] for one in shown}
-    outside = [one for side in ends.values() for one in side if one["place"] not in places]
-    every = [*shown, *outside]
+    # A row that is in the sample, or at two ends, counts once.
+    outside = {one["row"]: one for side in ends.values() for one in side}
+    every = [*shown, *(outside[row] for row in outside.keys() - {one["row"] for one in shown})]
     scales = {
         key: full_scale(value for one in every for value in one["values"][key]) for key in present
     }
@@ -98,7 +106,7 @@ def _sections(
         histogram=row_histogram(summary.row_means, trusted),
         trusted=meaning.trusted,
         unit=meaning.unit,
-        sides={side: f"{side.capitalize()} mean value" for side, rows in ends.items() if rows},
+        sides=sides,
     )
     rows = templates.get_template("rows.html.j2").render(
         components=described,
@@ -152,15 +160,18 @@ def row_histogram(means: Sequence[float], trusted: Sequence[float] = ()) -> dict
     """Bars over the mean values of rows, and where zero and the trusted rows lie; None of no row.
 
     ``bars`` has (count, height in per cent, sign) of each of equally wide bins, ``zero`` and
-    ``marks`` are places from the left in per cent, None where 0 is outside. Trusted rows that lie
-    further out than half the width of the other rows stand at the end, and ``beyond`` counts them.
+    ``marks`` are places from the left in per cent, None where 0 is outside. Far rows stand at the
+    ends of the axis: ``outside`` counts those beyond :func:`_axis`, ``beyond`` the trusted ones
+    further out than a quarter of its width, to the side ``where``.
     """
-    own, others = np.asarray(means, float), np.asarray(trusted, float)
-    if not len(own):
+    every, others = np.asarray(means, float), np.asarray(trusted, float)
+    if not len(every):
         return None
-    low, high = float(own.min()), float(own.max())
-    room = (high - low) / 2 or float(np.abs(others - low).max(initial=0.0))
+    low, high = _axis(every)
+    own = np.clip(every, low, high)
+    room = (high - low) / 4 or float(np.abs(others - low).max(initial=0.0))
     within = np.clip(others, low - room, high + room)
+    left, right = (others < within).any(), (others > within).any()
     low, high = min([low, *within.tolist()]), max([high, *within.tolist()])
     if low == high:
         low, high = low - 1.0, high + 1.0
@@ -185,8 +196,25 @@ def row_histogram(means: Sequence[float], trusted: Sequence[float] = ()) -> dict
         ],
         "zero": round(-100 * low / (high - low), 2) if low < 0 <= high else None,
         "marks": [round(100 * float((x - low) / (high - low)), 2) for x in within],
+        "outside": int((own != every).sum()),
         "beyond": int((others != within).sum()),
+        "where": "out" if left and right else "left" if left else "right",
     }
+
+
+def _axis(means: NDArray[np.float64]) -> tuple[float, float]:
+    """Ends of an axis that a few far rows do not stretch: three quartile ranges off the middle.
+
+    Where rows are on both sides of zero, so are the ends.
+    """
+    low, high = float(means.min()), float(means.max())
+    first, third = np.percentile(means, [25, 75]).tolist()
+    if first == third:
+        return low, high
+    below, reach = low < 0 <= high, 3 * (third - first)
+    low, high = max(low, first - reach), min(high, third + reach)
+    least = (high - low) / _BINS
+    return (min(low, -least), max(high, least)) if below else (low, high)
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -223,8 +223,9 @@ def refuse_other_run(
         changed_settings(earlier, now),
         what="this is not the run to resume",
         why="values of two different runs would be mixed in one folder",
-        remedy=f"{remedy}repeat the earlier arguments, or --overwrite_output, or another "
-        "--output_dir",
+        remedy=f"{remedy}repeat the earlier arguments, and what is finished is kept; or another "
+        "--output_dir, and all of it is kept; or --overwrite_output, which removes the results in "
+        "the folder and begins anew",
     )
 
 
@@ -352,7 +353,8 @@ def check_output_folder(
         raise ConfigError(
             "the output folder holds an earlier run",
             got=str(run_file.parent),
-            remedy=f"--resume to continue it, --overwrite_output to replace it, or {remedy}",
+            remedy="--resume to continue it and keep what is finished, --overwrite_output to "
+            f"remove its results and begin anew, or {remedy}",
         )
 
 

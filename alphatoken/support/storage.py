@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,27 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alphatoken.errors import AlphaTokenError, DataError
+from alphatoken.support.progress import is_first_process
 from alphatoken.support.resume import tensor_digest
 
 LFS = b"version https://git-lfs"
 """First bytes of a pointer of Git LFS, which stands in place of a file."""
+
+
+@contextmanager
+def no_empty_folder(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside, a folder may be made; left empty, it goes again, and those made above it as well.
+
+    Of several processes the first one's does so.
+    """
+    folder = Path(path).absolute()
+    new = [*takewhile(lambda one: not one.exists(), (folder, *folder.parents))]
+    try:
+        yield
+    finally:
+        for made in new if is_first_process() else ():
+            with suppress(OSError):  # of one that holds something, or was never made
+                made.rmdir()
 
 
 @contextmanager

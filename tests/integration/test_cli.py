@@ -328,10 +328,13 @@ def test_resume_refuses_another_run(
     small = {"limit": 2}
     assert world.score(tmp_path, "--no_report", **small) == 0
     assert world.score(tmp_path, "--no_report", **small) == 2
-    assert "holds an earlier run" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "holds an earlier run" in said
+    assert "--resume to continue it and keep what is finished, --overwrite_output to remove" in said
     other = write_rows(tmp_path / "other.jsonl", 6, seed=77)
     for changed, named in (
         ({"ratio": 0.4}, "keep_ratio"),
+        ({"batch_size": 1}, "per_device_train_batch_size"),
         ({"leak_key": "conversation"}, "leak_key"),
         ({"model": world / "reference"}, "model_name_or_path, model_sha256"),
         ({"train": other}, "train_file, train_sha256"),
@@ -339,7 +342,10 @@ def test_resume_refuses_another_run(
         ({"fisher": world / "fisher.safetensors"}, "fisher_file, fisher_sha256"),
     ):
         assert world.score(tmp_path, "--no_report", "--resume", **(small | changed)) == 2
-        assert f"differs in {named}" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"differs in {named}" in said
+        assert "repeat the earlier arguments, and what is finished is kept; or another" in said
+        assert "--overwrite_output, which removes the results in the folder and begins anew" in said
     assert world.score(tmp_path, "--no_report", "--overwrite_output", limit=1) == 0
     assert len(load(tmp_path)) == 1
     (tmp_path / "run.json").write_text("{")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def test_a_row_with_the_tokens_of_a_held_out_row_is_removed(tmp_path: Path) -> N
     data = load("sft", tmp_path, *words, "--objective", "both", small=False)
     assert len(data.train_dataset) == 6
     said = " ".join(data.notes)
-    assert "1 training rows repeat a validation row" in said
+    assert "1 training row repeats a validation row" in said
     assert "2 training rows repeat a retention row or a prompt of the Fisher" in said
 
 
@@ -153,7 +154,7 @@ def test_a_pair_with_the_tokens_of_a_held_out_pair_is_removed(tmp_path: Path) ->
              str(jsonl(tmp_path / "held.jsonl", [held])), "--retention", "none"]  # fmt: skip
     data = load("dpo", tmp_path, *words, tokenizer=made, small=False)
     assert [row["prompt"] for row in data.train_dataset] == [train[1]["prompt"]]
-    assert "1 training rows repeat a validation row or prompt and were removed" in str(data.notes)
+    assert "1 training row repeats a validation row or prompt and was removed" in str(data.notes)
 
 
 @pytest.mark.parametrize("base", ["laptop-sft", "laptop-lora", "metamath-gemma"])
@@ -231,8 +232,8 @@ def test_rows_that_repeat_validation_are_removed(command: str, tmp_path: Path) -
     read = prompts if command == "sft" else lambda rows_: rows_["prompt"]
     assert "ask 3\n" not in read(data.train_dataset)
     assert len(data.train_dataset) == 9
-    said = "1 training rows repeat a validation row or prompt and were removed."
-    assert said in data.notes
+    said = "1 training row repeats a validation row or prompt and was removed"
+    assert f"{said} (train.jsonl, line 4)." in data.notes
 
 
 def test_retention_rows_are_kept_out_of_training(tmp_path: Path) -> None:
@@ -322,10 +323,15 @@ def test_rows_that_a_race_looks_at_are_kept_out_of_all_others(
     assert prompts(data["train_dataset"]) == [f"ask {n}\n" for n in range(2, 8)]
     assert prompts(data["validation_dataset"]) == [f"ask {n}\n" for n in (8, 9, 11)]
     assert prompts(data["retention_dataset"]) == ["ask 61\n", "ask 62\n"]
-    for count, name in ((2, "training"), (1, "validation"), (1, "retention")):
-        assert f"{count} {name} rows repeat a {one} or its prompt and were removed." in said
+    places = ("train.jsonl, line 1, train.jsonl, line 2", "validation.jsonl, line 3")
+    assert f"2 training rows repeat a {one} or its prompt and were removed ({places[0]})." in said
+    assert f"1 validation row repeats a {one} or its prompt and was removed ({places[1]})" in said
+    assert f"1 retention row repeats a {one} or its prompt and was removed (retention_data" in said
     assert f"1 of 5 {called.format('rows')} longer than 60 tokens: 36 tokens cut" in said
     paths["train"] = paths[option]
+    with pytest.raises(ConfigError, match=f"--train_file and --{option}_file are the same file"):
+        read()
+    paths["train"] = str(shutil.copy(paths[option], tmp_path / "copied.jsonl"))
     with pytest.raises(DataError, match=f"all 5 repeat a {one}"):
         read()
 
@@ -345,9 +351,13 @@ def test_rows_that_repeat_evaluation_rows_are_removed(command: str, tmp_path: Pa
     assert data.train_places == [f"train.jsonl, line {n}" for n in (1, 2, 3, 5, 6, 7, 8)]
     assert len(data.train_dataset) == 7
     assert len(data.eval_dataset) == 5
-    said = "1 training rows repeat an evaluation row or its prompt and were removed."
-    assert said in data.notes
-    words[words.index("--train_file") + 1] = str(evaluated)
+    said = "1 training row repeats an evaluation row or its prompt and was removed"
+    assert f"{said} (train.jsonl, line 4)." in data.notes
+    (tmp_path / "linked.jsonl").symlink_to(evaluated)
+    words[words.index("--train_file") + 1] = str(tmp_path / "linked.jsonl")
+    with pytest.raises(ConfigError, match="--train_file and --eval_data are the same file"):
+        load(command, tmp_path, *words, small=False)
+    words[words.index("--train_file") + 1] = str(shutil.copy(evaluated, tmp_path / "copied.jsonl"))
     with pytest.raises(DataError, match="all 3 repeat an evaluation row"):
         load(command, tmp_path, *words, small=False)
 
@@ -384,9 +394,8 @@ def test_rows_of_tokens_are_compared_with_rows_of_texts(tmp_path: Path) -> None:
     left = [f"tokens.jsonl, line {n}" for n in (1, 2, 3, 7, 8, 9, 10)]
     assert data.train_places == left
     assert [note for note in data.notes if "removed" in note] == [
-        "1 training rows repeat a validation row or its prompt and were removed.",
-        "1 training rows repeat a retention row or its prompt and were removed.",
-        "1 training rows repeat an evaluation row or its prompt and were removed.",
+        f"1 training row repeats {one} row or its prompt and was removed (tokens.jsonl, line {n})."
+        for n, one in ((4, "a validation"), (5, "a retention"), (6, "an evaluation"))
     ]
     whole = load("sft", tmp_path, *words, *weight, "--leak_key", "conversation", **read)
     assert whole.train_places == [*left[:3], "tokens.jsonl, line 4", *left[3:]]

@@ -138,7 +138,7 @@ def test_bad_rows_are_named_and_the_rest_goes_on(
     )
     said = capsys.readouterr().err
     assert said.count("the response is empty") == 1
-    assert "Scoring (9 rows are left out): 29/29" in said
+    assert "Scoring (9 rows left out): 29/29" in said
     bad_rows = [json.loads(line) for line in (out / "bad_rows.jsonl").read_text().splitlines()]
     assert [row["place"] for row in bad_rows] == [
         f"mixed.jsonl, line {n}" for n in (6, 11, 12, 25, 26, 27, 28, 29)
@@ -169,11 +169,38 @@ def test_notes_say_each_number_with_its_noun() -> None:
     assert about_encoding("train", report) == [
         "8 training rows longer than --max_length allows: 1058 tokens cut off at the end.",
         "2 training rows left out: no response within the length.",
-        "1 training row left out: they have no token to learn.",
-        "3 training rows left out: they cannot be written as tokens.",
+        "1 training row left out: no token to learn.",
+        "3 training rows left out: not to be written as tokens.",
         "The first training rows left out: a, line 2: it is empty; a, line 5: half a tag.",
     ]
     assert about_encoding("validation", EncodeReport()) == []
+    one = EncodeReport(skipped_empty=1, first_skipped=["a, line 2: it is empty"])
+    assert about_encoding("train", one)[1] == "The training row left out: a, line 2: it is empty."
+
+
+def test_rows_that_repeat_a_held_out_one_are_named(
+    world: World, tmp_path: Path, capsys: Any
+) -> None:
+    """On the terminal and among the page's warnings; of one file under two names that is said."""
+    good, held = (
+        (world / name).read_text().splitlines() for name in ("train.jsonl", "validation.jsonl")
+    )
+    mixed = jsonl(tmp_path / "mixed.jsonl", [*good[:5], held[0]])
+    files = {"model": world / "moved", "validation": world / "validation.jsonl"}
+    assert main(["score", *flags(files | {"train": mixed, "out": tmp_path / "out"})]) == 0
+    said = "1 training row repeats a validation row or prompt and was removed (mixed.jsonl, line 6)"
+    assert f"note: {said}." in capsys.readouterr().err
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert said in page[page.index("<strong>Warnings</strong>") : page.index("<main")]
+    assert page.count(said) == 1
+    copied = jsonl(tmp_path / "copied.jsonl", held)
+    (tmp_path / "same.jsonl").symlink_to(world / "validation.jsonl")
+    for name, error in (
+        (tmp_path / "same.jsonl", "--train_file and --validation_file are the same file"),
+        (copied, "no training row is left: each repeats a held-out row"),
+    ):
+        assert main(["score", *flags(files | {"train": name, "out": tmp_path / "no"})]) == 2
+        assert error in capsys.readouterr().err
 
 
 def test_validation_rows_are_drawn_among_the_good(tmp_path: Path) -> None:

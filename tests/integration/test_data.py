@@ -36,7 +36,7 @@ from alphatoken.data import (
     split_pools,
     token_texts,
 )
-from alphatoken.data.split import none_left
+from alphatoken.data.split import about_pools, none_left
 from alphatoken.data.stdlib import code_rows, text_rows
 from alphatoken.data.survey import Survey
 from alphatoken.errors import ConfigError, DataError, InputError
@@ -359,6 +359,12 @@ def test_leaks_are_found_after_normalising_and_removed() -> None:
     assert pools.counts["removed_same_as_validation"] == 2
     assert pools.counts["removed_same_as_fisher"] == 1
     assert pools.counts["fisher_removed_same_as_validation"] == 1
+    assert about_pools(pools.counts, places=pools.places) == [
+        "2 training rows repeat a validation row or prompt and were removed (line 1, line 4).",
+        "1 training row repeats a retention row or a prompt of the Fisher and was removed "
+        "(line 3).",
+        "1 retention row repeats a validation row or prompt and was removed (line 2).",
+    ]
     fisher_keys = {key for row in fisher for key in leak_keys(row)}
     assert split_pools(data, validation=validation, fisher_keys=fisher_keys).train == pools.train
     # Rows may share their prompt where wholes are compared: prompts of the Fisher too.
@@ -372,8 +378,13 @@ def test_pools_that_cannot_be_made() -> None:
         split_pools(data, validation_rows=4)
     with pytest.raises(ConfigError, match="two sources"):
         split_pools(data, validation=data, validation_rows=2)
-    with pytest.raises(DataError, match="no training row is left"):
+    said = "left: each repeats a held-out row. Got: .*Remedy: other training rows, or other held"
+    with pytest.raises(DataError, match=said):
         split_pools(data, validation=data)
+    asked = [pair(i, f"p{i}", "r" if i else "another") for i in range(4)]
+    said = "each repeats a held-out row or its prompt.*1 share the prompt alone: .*--leak_key conv"
+    with pytest.raises(DataError, match=said):
+        split_pools(data, validation=asked)
     with pytest.raises(DataError, match="--response_column"):
         raise none_left({"rows": 16, "without_response": 16, "train": 0})
     with pytest.raises(DataError, match="a larger --max_length"):

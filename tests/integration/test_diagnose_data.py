@@ -254,7 +254,7 @@ def test_rows_that_cannot_serve_are_one_line(
         ({"train": few}, "too few rows to judge"),
         ({"train": silent}, "no training row is left"),
         ({"validation": silent}, "no validation row is left"),
-        ({"train": world.folder / "validation.jsonl"}, "no training row is left"),
+        ({"train": world.folder / "validation.jsonl"}, "_file are the same file. Got"),
         ({"max_length": 3}, "no training row is left"),
         ({"validation": None, "validation_rows": 9}, "needs rows that are trusted"),
         ({"validation": None}, "there are no validation rows"),
@@ -273,15 +273,19 @@ def test_what_was_left_out_is_said(
     lines = [(world.folder / name).read_text() for name in ("train.jsonl", "validation.jsonl")]
     mixed = tmp_path / "mixed.jsonl"
     silent = json.dumps({"prompt": "add : 77 and 77", "response": ""})
-    mixed.write_text("".join([*lines, silent, "\n"]))
+    mixed.write_text("".join([*lines, silent, "\n", lines[0].splitlines()[4], "\n"]))
     words = world.words(["diagnose", "data"], tmp_path / "out", train=mixed, max_length=12)
     assert main([*words, "--train_rows", "30", "--validation_rows", "12"]) == 0
     said = capsys.readouterr().err
-    assert "12 training rows repeat a validation row or prompt and were removed" in said
+    removed = "12 training rows repeat a validation row or prompt and were removed (mixed.jsonl, l"
+    assert removed in said
     assert "12 of 16 validation rows were drawn" in said
     assert "of 45 training rows were drawn" in said or "30 of" in said
     assert "longer than --max_length allows" in said
     assert "--retention_set" not in said
+    assert main([*world.words(["diagnose", "data"], tmp_path / "whole", train=mixed)]) == 0
+    copy = "note: 1 training row repeats another one and is left out (mixed.jsonl, line 58)."
+    assert copy in capsys.readouterr().err
 
 
 def test_of_all_diagnoses_it_is_left_out_without_trusted_rows(

@@ -14,6 +14,7 @@ from scipy import stats
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.data import batches
+from alphatoken.score.values import read_values
 from tests.both_programs import main
 from tests.integration.small_world import World
 
@@ -96,7 +97,7 @@ def test_written_rows_can_be_trained_on(world: World, tmp_path: Path) -> None:
 def test_both_ends_are_printed(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three rows each, by the mean or by what ``--rows`` names; none with ``--quiet``."""
+    """Three rows each, by the value that ``--rows`` names and by loss; none with ``--quiet``."""
     words = ["score", "--model_name_or_path", world / "moved", "--train_file",
              world / "train.jsonl", "--validation_file", world / "validation.jsonl",
              "--no_report", "--output_dir"]  # fmt: skip
@@ -105,17 +106,31 @@ def test_both_ends_are_printed(
         output = capsys.readouterr()
         assert re.search(r"\d+ rows with \d+ of \d+ response tokens; \d+ rows left", output.err)
         printed = output.out.splitlines()
-        assert printed[0] == f"best rows by the {unit} of their values:"
-        assert printed[4] == f"worst rows by the {unit} of their values:"
-        pattern = r"  mean (\S+), sum (\S+) of \d+ tokens  '.+'  \(train.jsonl, line \d+\)"
-        found = [re.fullmatch(pattern, line) for line in (*printed[1:4], *printed[5:8])]
-        values = [float(one.group(1 + place)) for one in found if one is not None]
-        assert len(values) == 6
-        assert values[:3] == sorted(values[:3], reverse=True)
-        assert values[3:] == sorted(values[3:])
-        assert values[2] >= values[5]
+        value = {"mean": "mean value", "sum": "sum of values"}[unit]
+        titles = [f"lowest {value}:", "highest mean loss:", f"highest {value}:"]
+        assert printed[0:12:4] == titles
+        pattern = (
+            r"  mean value (\S+), sum (\S+) of (\d+) tokens, mean loss (\S+)  "
+            r"'.+'  \(train.jsonl, line (\d+)\)"
+        )
+        found = [re.fullmatch(pattern, printed[at]) for at in (1, 2, 3, 5, 6, 7, 9, 10, 11)]
+        own = [one.groups() for one in found if one is not None]
+        assert len(own) == 9
+        values, losses = ([float(one[at]) for one in own] for at in (place, 3))
+        assert values[:3] == sorted(values[:3])
+        assert values[6:] == sorted(values[6:], reverse=True)
+        assert values[2] <= values[8]
+        due = {
+            int(one.place.rsplit(" ", 1)[1]): float(one.values["loss"][one.response].mean())
+            for one in read_values(tmp_path / unit / "values")
+        }
+        for *_, tokens, loss, line in own:
+            assert float(loss) == pytest.approx(due[int(line)], rel=1e-3), tokens
+        assert losses[3:6] == pytest.approx(sorted(due.values(), reverse=True)[:3], rel=1e-3)
+        rows = json.loads((tmp_path / unit / "summary.json").read_text())["rows"]
+        assert [one["row"] + 1 for one in rows["highest_loss"]] == [int(one[4]) for one in own[3:6]]
     assert scored(world, tmp_path / "quiet") == 0
-    assert "best rows" not in capsys.readouterr().out
+    assert "mean value" not in capsys.readouterr().out
 
 
 def test_what_is_not_valued_is_not_written(world: World, tmp_path: Path) -> None:

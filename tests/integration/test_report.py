@@ -204,7 +204,14 @@ def test_a_histogram_parts_the_signs_and_marks_the_trusted_rows() -> None:
     assert far is not None
     assert far["beyond"] == 1
     assert far["marks"][0] > far["marks"][1]
-    assert 2 <= far["high"] < 2.2, "one far row does not press the others together"
+    assert 1 <= far["high"] < 1.6, "one far row does not press the others together"
+    spread = [*np.linspace(-1, 1, 40).tolist(), 30.0]
+    one = row_histogram(spread, [0.2, 40.0, 50.0])
+    assert one is not None
+    assert one["high"] < 5, "nor does one of the rows themselves"
+    assert (one["outside"], one["beyond"]) == (1, 2)
+    assert sum(count for count, *_ in one["bars"]) == 41
+    assert [count for count, *_ in one["bars"] if count][-1] == 1
     assert row_histogram([]) is None
     flat = row_histogram([2.0, 2.0])
     assert flat is not None
@@ -502,7 +509,10 @@ PLACES = (
 
 def test_browser_shows_the_ends_first_and_sorts_the_rows(walked: Browser) -> None:
     ends = "[...document.querySelectorAll('#{} .example')].map(e => e.ariaLabel)"
-    for side, lines in (("lowest", (1, 2, 3)), ("highest", (9, 8, 7))):
+    titles = walked.evaluate("[...document.querySelectorAll('.ends h3')].map(h => h.textContent)")
+    assert titles == ["Lowest mean value", "Highest mean loss", "Highest mean value"]
+    of_ends = {"lowest-mean-value": (1, 2, 3), "highest-mean-loss": (1, 2, 3)}
+    for side, lines in (of_ends | {"highest-mean-value": (9, 8, 7)}).items():
         shown = walked.evaluate(ends.format(side))
         assert shown == [f"chats.jsonl, line {line}" for line in lines]
     assert walked.evaluate(PLACES) == [str(line) for line in range(1, 10)]
@@ -511,7 +521,7 @@ def test_browser_shows_the_ends_first_and_sorts_the_rows(walked: Browser) -> Non
     for column in ("row", "mean_loss"):  # equal losses stay in the order of the file
         walked.evaluate(f"document.getElementById('o-{column}').click()")
         assert walked.evaluate(PLACES) == [str(line) for line in range(1, 10)]
-    said = walked.evaluate("document.querySelector('#lowest h4').textContent")
+    said = walked.evaluate("document.querySelector('#lowest-mean-value h4').textContent")
     assert "mean \u22124.00 \u00b7 sum \u221220.0 \u00b7 loss 1.00 \u00b7 100% below zero" in said
     picture = walked.evaluate("document.querySelector('.bars').getAttribute('aria-label')")
     assert picture.startswith("From \u22124 to 4; rows from left to right: 1, 1, ")
@@ -520,7 +530,11 @@ def test_browser_shows_the_ends_first_and_sorts_the_rows(walked: Browser) -> Non
 
 def test_browser_begins_with_the_oddest_row_and_the_unit(walked: Browser) -> None:
     try:
-        walked.begins_with("#lowest .tok", ".scale")
+        walked.begins_with("#lowest-mean-value .tok", ".scale")
+        walked.begins_with("#highest-mean-loss .tok", widths=[1280])
+        walked.resize(420, 900)
+        box = "document.querySelector('#highest-mean-loss .tok').getBoundingClientRect()"
+        assert walked.evaluate(f"{box}.bottom") < 1800, "within two screens"
     finally:
         walked.resize(1200, 900)
 
@@ -536,7 +550,7 @@ def test_browser_folds_prompts_to_a_line_without_its_template(walked: Browser) -
 
 
 def test_browser_says_unit_rank_loss_and_probability(walked: Browser) -> None:
-    walked.evaluate("document.querySelector('#highest .tok').click()")
+    walked.evaluate("document.querySelector('#highest-mean-value .tok').click()")
     told = walked.evaluate(
         "[...document.querySelectorAll('#tip tr')].map(r => [...r.cells].map(c => c.textContent))"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from trl import SFTTrainer
 
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError, InputError
+from alphatoken.support.storage import no_empty_folder
 from alphatoken.train import AlphaSFTConfig, AlphaSFTTrainer
 from alphatoken.train.distributed import layout, needs_own_forward, refused_layouts, sharding_of
 from alphatoken.train.manifest import RUN
@@ -122,6 +124,35 @@ def test_a_training_command_is_refused(name: str, capsys: pytest.CaptureFixture[
     ]  # fmt: skip
     assert main(words) == 2
     assert cause in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not Path("out").exists(), "nothing is left of it"
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("command", ["score", "diagnose coverage"])
+def test_a_refused_command_leaves_no_folder_behind(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor those above it that it made; of one that was there all stays."""
+    words = [*command.split(), *MODEL, "--validation_file", "rows.jsonl"]
+    Path("mine").mkdir()
+    for out in ("new/run", "mine"):
+        assert main([*words, "--output_dir", out]) == 2
+        assert "are the same file" in capsys.readouterr().err
+    assert not Path("new").exists()
+    assert Path("mine").is_dir()
+    Path("mine").rmdir()
+
+
+def test_a_folder_that_is_left_empty_goes_again(tmp_path: Path) -> None:
+    """With those above it that were made with it, and no other."""
+    (tmp_path / "there").mkdir()
+    for name in ("there/new/run", "there", "new/kept"):
+        with suppress(ZeroDivisionError), no_empty_folder(tmp_path / name):
+            (tmp_path / name).mkdir(parents=True, exist_ok=True)
+            if name == "new/kept":
+                (tmp_path / name / "file").touch()
+            raise ZeroDivisionError
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "kept", "new", "there"]
 
 
 MODEL = ("--model_name_or_path", "model", "--train_file", "rows.jsonl")

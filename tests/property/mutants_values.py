@@ -243,6 +243,7 @@ WRITTEN_ROWS = claim(walks.test_rows_that_were_written_to_take_a_new_walk, examp
 OTHER_SETTING = claim(walks.test_another_setting_of_the_same_weights_takes_a_new_walk, examples=1)
 OUTDATED = claim(walks.test_a_walk_that_began_at_other_weights_is_named, examples=1)
 CLIMBS = claim(walks.test_a_walk_that_climbs_is_said, examples=1)
+BY_HEART = claim(walks.test_a_walk_that_learns_its_rows_by_heart_is_said)
 
 
 WALKS = (
@@ -313,6 +314,9 @@ WALKS = (
     row("climbing-walk-unsaid", CLIMBS,
         "a rate that is too high is not noticed",
         ("estimate.walk.end_of_walk", "if after > before:", "if after > 2 * before:")),
+    row("rows-by-heart-unsaid", BY_HEART,
+        "rows that are nearly certain before the walk are said to be learned by it",
+        ("estimate.walk.end_of_walk", "min(LEARNED, LEARNED_SHARE * before)", "LEARNED")),
     row("cast-of-weights-that-moved", WALK_CAST,
         "autocast goes on with the cast that it has",
         ("estimate.temporary_weights.TemporaryWeights._moved",

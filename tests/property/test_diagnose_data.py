@@ -319,14 +319,14 @@ def test_tables_hold_the_tests_and_both_ends() -> None:
     by_loss = sorted(groups[JUDGED], key=lambda one: -one["loss"])
     ends = found.table("data-ends").records()
     assert [one["place"] for one in ends] == [
-        one["place"] for one in [*order[:3], *reversed(order[-3:]), *by_loss[:3]]
+        one["place"] for one in [*order[:3], *by_loss[:3], *reversed(order[-3:])]
     ]
-    names = ["lowest mean value", "highest mean value", "highest mean loss"]
+    names = ["lowest mean value", "highest mean loss", "highest mean value"]
     assert [one["end"] for one in ends] == [name for name in names for _ in range(3)]
     places = [one["place"] for one in by_loss]
     assert all(one["rank_by_loss"] == places.index(one["place"]) + 1 for one in ends)
     assert [title.lower() for title in found.lists] == names
-    shown_ends = (order, [*reversed(order)], by_loss)
+    shown_ends = (order, by_loss, [*reversed(order)])
     for shown, end in zip(found.lists.values(), shown_ends, strict=True):
         for one, record in zip(shown["examples"], end, strict=False):
             assert (one["place"], one["mean"]) == (record["place"], record["value"])
@@ -449,7 +449,11 @@ def test_too_few_trusted_rows_to_tell_is_an_answer_too() -> None:
         said = data._conclusion(tests, len(trusted))
         assert ("a race measures" in said) == (answer != data.ALIKE)
         assert ("too few to tell" in said) == (answer == data.UNCLEAR)
+        told = "with 26 or more trusted rows (--validation_file; half" in said
+        assert told == (answer == data.UNCLEAR and len(trusted) < 13)
+        assert ("give more trusted rows" in said) == (answer == data.UNCLEAR and not told)
         assert ("train on everything" in said) == (answer == data.ALIKE)
+    assert data.unseen_share(13, 0.025) <= data.MOST_UNSEEN < data.unseen_share(12, 0.025)
 
 
 def test_rows_on_both_sides_and_rows_without_a_response_are_left_out_and_counted() -> None:
@@ -458,10 +462,10 @@ def test_rows_on_both_sides_and_rows_without_a_response_are_left_out_and_counted
     train = [*TRAIN, *TRUSTED_ROWS[:2], silent, TRAIN[4], TRAIN[4]]
     found = data.diagnose(subject(train=train, validation=[*TRUSTED_ROWS, TRUSTED_ROWS[3]]))
     said = " ".join(found.notes)
-    assert "2 training rows are trusted rows too and are left out." in said
-    assert "1 training rows have no response and are left out." in said
-    assert "2 training rows repeat another one and are left out." in said
-    assert "1 trusted rows repeat another one and are left out." in said
+    assert "2 training rows are among the trusted ones and are left out (" in said
+    assert "1 training row has no response and is left out (" in said
+    assert "2 training rows repeat another one and are left out (" in said
+    assert "1 trusted row repeats another one and is left out (" in said
     assert "walk was taken on 6 trusted rows; the other 6 are the reference." in said
     groups = table_of(found)
     assert groups == table_of(data.diagnose(subject()))

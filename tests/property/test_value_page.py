@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from alphatoken.diagnose.diagnosis import BAD, GOOD, MARKS, graded
 from alphatoken.diagnose.statistics import Estimate
 from alphatoken.score import ScoredExample, summarise
+from alphatoken.score.summary import end_places
 from alphatoken.score.value_page import row_facts, row_histogram
 from alphatoken.score.values import LOSS
 from tests.property.profiles import budget
@@ -51,7 +52,9 @@ def scored(row: int, tokens: Tokens) -> ScoredExample:
 @example([[("b", 1.0, 0.0)]] * 7)
 @example([[("b", 0.0, 0.0)], [("b", -0.25, 0.0)]])  # once: 0 in a bar of negative rows
 def test_the_rows_at_either_end(rows: Sequence[Tokens]) -> None:
-    """Three rows of lowest and of highest mean value, of equal ones the first; none at both ends.
+    """Three rows of lowest and highest mean value and of highest loss, of equal ones the first.
+
+    No row is at both ends of the value; one may be of highest loss as well.
 
     Proves: rows at the ends of a page (exact), against sorting all rows.
     """
@@ -63,6 +66,14 @@ def test_the_rows_at_either_end(rows: Sequence[Tokens]) -> None:
         order = sorted(range(len(rows)), key=lambda n, sign=sign: (sign * means[n], n))
         assert [mean for mean, _ in ends] == pytest.approx([means[n] for n in order[:most]])
         assert [one.row for _, one in ends] == order[:most], "of equal rows the first"
+    losses = [fsum(loss for *_, loss in tokens) / len(tokens) for tokens in rows]
+    order = sorted(range(len(rows)), key=lambda n: (-losses[n], n))
+    assert [one.row for _, one in summary.highest_losses] == order[:most]
+    assert list(summary.row_losses) == pytest.approx(losses)
+    at = end_places(np.array(means), np.array(losses), most)
+    summed = (summary.lowest_rows, summary.highest_losses, summary.highest_rows)
+    assert [*at] == ["lowest mean value", "highest mean loss", "highest mean value"]
+    assert [*at.values()] == [[one.row for _, one in ends] for ends in summed]
     for one, tokens, mean in zip(examples, rows, means, strict=True):
         facts = row_facts(one)
         assert facts["mean"] == pytest.approx(mean)

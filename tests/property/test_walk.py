@@ -710,6 +710,35 @@ def test_a_walk_that_climbs_is_said() -> None:
         assert sum("raised the mean loss" in str(one.message) for one in caught) == said
 
 
+def test_a_walk_that_learns_its_rows_by_heart_is_said() -> None:
+    """Where their mean loss ends below 0.05 nats and 5 % of where it began; not where it falls.
+
+    Proves: a walk that learns its rows by heart is said (exact), against a trained copy.
+    """
+    model, rate = ONE.model(), 0.05
+    for steps in (4, 16, 20):  # to 1.6, 0.08 and 0.03 nats
+        scorer = Scorer(
+            model, ONE.validation, config=config(walk_steps=steps, walk_learning_rate=rate)
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", AlphaTokenWarning)
+            scorer.score(ONE.batch)
+        told = [str(one.message) for one in caught if "by heart" in str(one.message)]
+        before, after = (
+            float(sum(summed_loss(one, batch).detach() for batch in ONE.validation)) / 7
+            for one in (model, trained(Setup(ONE), model, steps, rate))
+        )
+        assert len(told) == (after < 0.05 and after < 0.05 * before), (before, after)
+        assert all("its 3 rows by heart" in one and f"to {after:.3g}" in one for one in told)
+    assert told, "the longest one does"
+    sure = trained(Setup(ONE), model, 20, rate)  # rows that are certain before the walk
+    scorer = Scorer(sure, ONE.validation, config=config(walk_steps=1, walk_learning_rate=1e-4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AlphaTokenWarning)
+        scorer.score(ONE.batch)
+    assert not any("by heart" in str(one.message) for one in caught)
+
+
 def test_losses_that_are_not_finite_are_refused() -> None:
     """At the end of the walk, by their place."""
     model = ONE.model()
