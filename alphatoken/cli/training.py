@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
@@ -113,8 +113,9 @@ def _run(command: str, words: Sequence[str]) -> int:
     check_launch(arguments)
     # Nothing of an earlier run goes before all that can be refused has been.
     clear_output(arguments)
-    if arguments.training.needs_values and is_first_process():
-        print(f"note: {_about_values(arguments)}", file=sys.stderr, flush=True)
+    notes = [_about_values(arguments)] if arguments.training.needs_values else []
+    for note in [*notes, *_about_unread(arguments)] if is_first_process() else ():
+        print(f"note: {note}", file=sys.stderr, flush=True)
     train(arguments, *build_trainer(arguments, trainer))
     return 0
 
@@ -130,6 +131,23 @@ def _about_values(arguments: Any) -> str:
         f"{words}; as published: on rows with wrong words --value walk was measured to help, and "
         "`alphatoken race` measures it on yours"
     )
+
+
+def _about_unread(arguments: Any) -> Iterator[str]:
+    """What is typed and a control does not read, which may have the options of another run."""
+    from alphatoken.cli.arguments import named_options
+    from alphatoken.train.policies import OF_VALUES
+
+    args, typed = arguments.training, named_options(arguments.words)
+    reasons = {}
+    if not args.needs_values:
+        reasons["values no token"] = typed & {"value", *OF_VALUES}
+    if args.policy == "all":
+        reasons["trains on every token"] = typed & {"keep_ratio"}
+    for why, names in reasons.items():
+        if names:
+            flags = ", ".join(f"--{name}" for name in sorted(names))
+            yield f"policy '{args.policy}' {why}: nothing reads {flags}"
 
 
 run_sft, run_dpo = partial(_run, "sft"), partial(_run, "dpo")

@@ -29,7 +29,7 @@ from alphatoken.race.runner import (
 from alphatoken.support.progress import is_first_process
 from alphatoken.train.dpo import AlphaDPOTrainer
 from alphatoken.train.leaks import leaking_rows, warn_of_leaks
-from alphatoken.train.policies import unread_options
+from alphatoken.train.policies import OF_VALUES, unread_options
 from alphatoken.train.python_rows import as_dataset, plain_rows, without_weights
 from alphatoken.train.refusals import raise_first
 from alphatoken.train.sft import AlphaSFTTrainer
@@ -129,7 +129,8 @@ def race(
         shown=lambda result: write_race_page(folder / PAGE, result),
     )
     for arm in arms:
-        for name in options[arm.name].keys() - arm.options.keys():
+        # Options of values stand for the arms that have values.
+        for name in options[arm.name].keys() - arm.options.keys() - OF_VALUES.keys():
             run.say(f"{arm.name}: {name} of the run gives way to this arm, which does not read it")
     result = run.run(resume=resume)
     run.say(verdict(result))

@@ -30,7 +30,7 @@ from importlib.metadata import entry_points
 from inspect import signature
 from typing import Any
 
-from alphatoken.config import WALK, refused_by_estimator
+from alphatoken.config import WALK, ValueOptions, refused_by_estimator
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.choice import ParameterChoice, read_layers
 from alphatoken.presets import PRESETS
@@ -49,8 +49,10 @@ from alphatoken.train.policy import (
 
 __all__ = [
     "GROUP",
+    "OF_VALUES",
     "STANDS_FOR",
     "TRAINER_POLICIES",
+    "UNTOUCHED",
     "chosen_policy",
     "find_policy",
     "policy",
@@ -74,6 +76,9 @@ STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
 }
 """Names of methods that are the trainers' own, and the options that each stands for."""
 
+UNTOUCHED = ("standard", "dpo")
+"""Names under which the trainer below is left as it is."""
+
 _OWN: dict[str, type[TokenPolicy]] = {
     "standard": Standard,
     "validation-first": ValidationFirst,
@@ -92,6 +97,20 @@ _ONLY_VALUES: Mapping[str, Any] = {
 """Options that act on token values, and what they are where they do nothing."""
 
 _DEFAULTS: Mapping[str, Any] = {option.name: option.default for option in fields(AlphaFields)}
+
+OF_VALUES: Mapping[str, Any] = {
+    name: _DEFAULTS[name]
+    for name in (
+        *(option.name for option in fields(ValueOptions)),
+        *("part", "uncovered", "preconditioner", "precondition_after", "walk_refresh"),
+        *("direction_steps", "scoring_forward"),
+    )
+}
+"""Options by which tokens are valued, and their defaults. Those by which rows are held out are none
+of them: a run that values nothing is compared with one that does, on the same rows."""
+
+_CONTROLS = (*RATIO_POLICIES.values(), Standard, DPO)
+"""Policies that may be given the options of the run that they are compared with."""
 
 
 # --- by name ------------------------------------------------------------------------------------
@@ -250,6 +269,8 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
         Empty for the trainers' own policies, and for a policy that cannot be made.
     """
     name = options.get("policy") or "top"
+    if name in UNTOUCHED:
+        return {"kept_normalization": "response"}
     if name in STANDS_FOR or name in TRAINER_POLICIES:
         return {}
     try:
@@ -258,7 +279,7 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
         made = policy(name, mode, **arguments)
     except (ConfigError, TypeError):
         return {}  # what is wrong with it is said where it is chosen
-    neutral = dict(_ONLY_VALUES)
+    neutral = {**_ONLY_VALUES, **_unread_of_values(made)}
     if made.settings.mode == "native" or made.replaces_loss:
         neutral["kept_normalization"] = "response"
     if not made.reads_ratio:
@@ -314,7 +335,11 @@ def chosen_policy(
     if own is None and options.policy in TRAINER_POLICIES:
         # In budget mode ``kept_normalization`` says what divides the loss, not the policy.
         kind, budget = RATIO_POLICIES[options.policy], replace(settings, mode="budget")
-        return kind(budget, unit=options.value_unit) if options.weighs else None
+        if not options.weighs:
+            return None
+        if options.policy == "all" and not options.export_values:
+            return Standard(budget)  # whose loss has another divisor, and who reads no values
+        return kind(budget, unit=options.value_unit)
     arguments = read_policy_options(options.policy_options)
     if isinstance(own, TokenPolicy):
         if arguments:
@@ -409,6 +434,11 @@ def _refuse_rule_of_step(chosen: TokenPolicy) -> None:
         )
 
 
+def _unread_of_values(chosen: TokenPolicy) -> Mapping[str, Any]:
+    """``OF_VALUES`` where the policy values nothing, unless it is a control."""
+    return {} if chosen.needs.values or type(chosen) in _CONTROLS else OF_VALUES
+
+
 def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
     _refuse_unfinished(chosen)
     _refuse_rule_of_step(chosen)
@@ -441,7 +471,7 @@ def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
             )
             + "; a class of your own whose rule reads it says so by reads_ratio",
         )
-    for name, neutral in _ONLY_VALUES.items():
+    for name, neutral in {**_ONLY_VALUES, **_unread_of_values(chosen)}.items():
         if getattr(options, name) != neutral:
             raise ConfigError(
                 f"{name} belongs to the trainers' own policies, and '{chosen.name}' is none of them"
