@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_type_hints
 
@@ -137,6 +137,7 @@ def read_arguments(
     if race and options.arms is None:
         options.arms = [f"{options.value or 'walk'}-80"]
     _apply_value(options, said, race)
+    _refuse_unread_of_trl(options, words)
     if not race:
         _refuse_unread_words(options, training, words)
     unread = _give_way(options, training, said, race=race)
@@ -145,7 +146,10 @@ def read_arguments(
     options.datasets = _mixture(options)
     made = [_make(kind, options) for kind in parser.dataclass_types]
     run, data, config, model, *rest = made
-    for name, _ in list(data.unread_of_fisher(reads_fisher=config.reads_fisher)):
+    unread_rows = [name for name, _ in data.unread_of_fisher(reads_fisher=config.reads_fisher)]
+    if data.retention_data and not (race or config.reads_retention):
+        unread_rows.append("retention_data")
+    for name in unread_rows:
         # A recipe serves several objectives, as a grid's does; what is typed is meant.
         if name not in named_options(words):
             unread = (*unread, name)
@@ -214,6 +218,40 @@ def _refuse_unread_words(options: argparse.Namespace, training: Any, words: Sequ
                 why=why,
                 remedy=remedy,
             )
+
+
+_READ_WITH: Mapping[tuple[str, ...], tuple[str, str, str]] = {
+    ("lora_", "use_rslora", "use_dora"): (
+        "use_peft", "no adapter is trained, but all weights", "--use_peft"
+    ),
+    ("bnb_4bit_", "use_bnb_nested_quant"): (
+        "load_in_4bit", "the model is not loaded in 4 bits", "--load_in_4bit true"
+    ),
+    ("dataset_config", "dataset_train_split"): (
+        "dataset_name", "the rows are none of a data set of the hub", "--dataset_name NAME"
+    ),
+    ("dataset_test_split",): ("", "rows for evaluation are of a file", "--eval_data FILE"),
+    ("ignore_bias_buffers",): ("", "no buffer is left out", "leave it out"),
+}  # fmt: skip
+"""Beginnings of TRL's options -> the option without which nothing reads them, why, and a remedy."""
+
+
+def _refuse_unread_of_trl(options: argparse.Namespace, words: Sequence[str]) -> None:
+    """Refuse options of TRL's that are typed and have no effect; a recipe's serve several runs.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for name in sorted(named_options(words)):
+        for beginnings, (read_with, why, remedy) in _READ_WITH.items():
+            if name.startswith(beginnings) and not getattr(options, read_with, None):
+                raise ConfigError(
+                    f"--{name} has no effect",
+                    got=f"--{name} {getattr(options, name)}"
+                    + (f" without --{read_with}" if read_with else ""),
+                    why=why,
+                    remedy=remedy,
+                )
 
 
 def _give_way(

@@ -188,12 +188,15 @@ def check_arms(args: Mapping[str, Any], datasets: Mapping[str, Any]) -> None:
         datasets: what all of their trainers are handed, by the argument's name.
 
     Raises:
-        ConfigError: rows that an arm lacks, too few of them, or a Fisher that no arm reads.
+        ConfigError: rows that an arm lacks, too few of them, or retention rows or a Fisher that no
+            arm reads.
     """
     names = ("validation", "retention", "fisher")
-    reader = next((own for own in args.values() if own.reads_fisher), args[ALL])
-    for own in (reader, *args.values()):
-        read = datasets if own is reader else datasets_of(own, datasets)
+    read_by_any = {name for own in args.values() for name in datasets_of(own, datasets)}
+    unread = {name: own for name, own in datasets.items() if name not in read_by_any}
+    for own in args.values():
+        # What none of them reads is refused with the first.
+        read = {**datasets_of(own, datasets), **unread}
         rows = {name: read.get(f"{name}_dataset") for name in names}
         policy = chosen_policy(own, None, own.FAMILY)
         raise_first(refused_datasets(own, policy, rows, read.get("fisher")))
@@ -206,8 +209,9 @@ def check_arms(args: Mapping[str, Any], datasets: Mapping[str, Any]) -> None:
 
 
 def datasets_of(args: Any, datasets: Mapping[str, Any]) -> dict[str, Any]:
-    """Data sets for the trainer of one arm: no Fisher, where only other arms read it."""
-    return {k: v for k, v in datasets.items() if args.reads_fisher or not k.startswith("fisher")}
+    """Data sets for the trainer of one arm: no Fisher or retention rows that only others read."""
+    reads = {"fisher": args.reads_fisher, "retention": args.reads_retention}
+    return {k: v for k, v in datasets.items() if reads.get(k.partition("_")[0], True)}
 
 
 def _check_validation_rows(name: str, args: Any, rows: int, choosing: int) -> None:

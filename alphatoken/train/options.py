@@ -148,6 +148,11 @@ class AlphaOptions(AlphaFields):
         return self.objective != "adaptation" and self.retention in ("diagonal", "kronecker")
 
     @property
+    def reads_retention(self) -> bool:
+        """True if the stability term is the loss of retention rows."""
+        return self.objective != "adaptation" and self.retention == "data"
+
+    @property
     def needs_values(self) -> bool:
         """True if tokens are valued at all: not under 'random', nor 'all' without an export."""
         if self.policy in TRAINER_POLICIES:

@@ -303,7 +303,9 @@ class RunRecords:
         if self.listener is not None:
             self.listener(batch.mask, weights)
         step = self._trainer.state.global_step
-        self.monitor.record(weights, batch.mask, values, None if own_loss else step)
+        self.monitor.record(
+            weights=weights, mask=batch.mask, values=values, step=None if own_loss else step
+        )
         if values is None or not self._trainer.args.export_values:
             return
         rate = float(self._trainer.optimizer.param_groups[0]["lr"])

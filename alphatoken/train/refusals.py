@@ -171,6 +171,14 @@ def refused_datasets(
             why="nothing would read it",
             remedy="leave it out, or objective='both' with retention='diagonal' or 'kronecker'",
         )
+    if datasets["retention"] is not None and not args.reads_retention:
+        yield ConfigError(
+            "retention_dataset is given, and no retention rows are wanted",
+            got=f"objective={args.objective!r}, retention={args.retention!r}",
+            why="nothing would read it",
+            remedy="leave it out, or objective='both' with retention='data'; a race measures "
+            "retention_rows",
+        )
     if policy is None:
         return
     no_validation = datasets["validation"] is None
@@ -189,8 +197,7 @@ def refused_datasets(
             remedy="pass validation_dataset=..., or value nothing: policy='standard' (all "
             "tokens) or 'random'",
         )
-    retains = args.retention == "data" and args.objective != "adaptation"
-    if policy.needs.values and retains and datasets["retention"] is None:
+    if policy.needs.values and args.reads_retention and datasets["retention"] is None:
         yield ConfigError(
             "retention='data' needs a retention dataset",
             remedy="pass retention_dataset=..., or retention='none'",

@@ -255,6 +255,27 @@ def test_what_is_typed_and_no_policy_reads_is_refused(
     assert given.unread == ("keep_ratio",)
 
 
+@pytest.mark.parametrize(
+    ("words", "beside"),
+    [
+        ("--lora_r 8", "--use_peft"),
+        ("--use_dora", "--use_peft"),
+        ("--bnb_4bit_quant_type fp4", "--use_peft --load_in_4bit true"),
+        ("--dataset_train_split test", "--dataset_name rows"),
+        ("--dataset_test_split test", None),
+        ("--ignore_bias_buffers", None),
+    ],
+)
+def test_what_is_typed_of_trl_and_has_no_effect_is_refused(words: str, beside: str | None) -> None:
+    """Such as a rank without an adapter, where every weight would be trained."""
+    name = words.split()[0]
+    for race in (False, True):
+        with pytest.raises(ConfigError, match=f"{name} has no effect"):
+            read("sft", words, race=race)
+        if beside is not None:
+            read("sft", f"{words} {beside}", race=race)
+
+
 @pytest.mark.parametrize("name", ["estimator", "walk_refresh", "scoring_forward"])
 def test_a_configuration_of_values_that_are_not_made_is_refused(name: str) -> None:
     """Controls may have the options of the run that they are compared with."""
