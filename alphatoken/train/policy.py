@@ -146,6 +146,9 @@ class PolicyStage:
         tokenizer: of the model.
         run: options of the trainer that the result of ``train`` depends on, as JSON values.
         autocast: the run's precision, for a pass that values rows as the run would.
+        rows_of_step: training rows of an optimizer step, over all micro-batches and processes; None
+            where it is not known, as of packed rows.
+        steps: optimizer steps of the run; None where it is not known.
     """
 
     model: Any
@@ -160,6 +163,8 @@ class PolicyStage:
     run: Mapping[str, Any] = field(default_factory=dict)
     # A default in the class would have the documentation list it twice.
     autocast: Callable[[], AbstractContextManager[Any]] = field(default_factory=lambda: nullcontext)
+    rows_of_step: int | None = None
+    steps: int | None = None
 
 
 ATTRIBUTES = {

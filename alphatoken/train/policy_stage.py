@@ -33,6 +33,7 @@ from alphatoken.train.policies.trained_weights import copied
 from alphatoken.train.policy import Columns, PolicyStage, TokenPolicy, has_pass
 from alphatoken.train.python_rows import plain_rows
 from alphatoken.train.refusals import check_tokens
+from alphatoken.train.steps import Schedule
 from alphatoken.train.trainer_loss import selecting
 
 _PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -170,10 +171,12 @@ def _stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> P
     if policy.needs.validation:
         validation_rows = trainer.prepare_rows(validation, "validation")
         check_tokens(validation_rows, trainer.model, "validation")
+    rows = TrainingRows(trainer)
+    schedule = Schedule.of(options, len(rows), Ranks(trainer.accelerator).world)
     can_train_copies = layout(trainer.accelerator) == "single" and policy.family != "preference"
     return PolicyStage(
         model=trainer.model,
-        rows=TrainingRows(trainer),
+        rows=rows,
         validation=validation_rows,
         row_batch=trainer.row_batch,
         folder=cache_folder(options.policy_cache, options.output_dir, "policies"),
@@ -183,6 +186,8 @@ def _stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> P
         run={**run_options(options), **_handed_over(trainer)},
         tokenizer=text_tokenizer(trainer.processing_class),
         autocast=trainer.accelerator.autocast,
+        rows_of_step=None if getattr(options, "packing", False) else schedule.rows_of_step,
+        steps=schedule.steps,
     )
 
 
