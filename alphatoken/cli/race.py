@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,25 @@ class _Command:
         if self._weighed:
             self._unweighted = without_weights(self._unweighted)
         check_arms(configurations, datasets)
+        self._check_looks(len(datasets["train_dataset"]))
         rows = {"choosing": datasets.pop("choosing_dataset")}
         if "watched_dataset" in datasets:
             rows["retention"] = datasets.pop("watched_dataset")
         self._datasets, self._rows = datasets, rows
         for arm in read_arms(arguments.race.arms):
             self._train_rows(arm)  # none of them is refused when others have been trained
+
+    def _check_looks(self, rows: int) -> None:
+        """Refuse a run that is over before its looks, where its rows say so without a model."""
+        from alphatoken.race.arms import looks_of
+        from alphatoken.train.steps import Schedule
+
+        arguments, args = self._arguments, self._arguments.training
+        if arguments.run.resume or getattr(args, "packing", False):
+            return  # its state says how long it is; rows are packed by a trainer
+        run = Schedule.of(args, rows, args.world_size)
+        before = shlex.join(["alphatoken", "race", *arguments.words])
+        looks_of(run.steps, arguments.race.looks, partial(run.in_words, before=before))
 
     def run(self) -> None:
         """The race, then the winner's run."""

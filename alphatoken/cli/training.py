@@ -116,8 +116,24 @@ def _run(command: str, words: Sequence[str]) -> int:
     notes = [_about_values(arguments)] if arguments.training.needs_values else []
     for note in [*notes, *_about_unread(arguments)] if is_first_process() else ():
         print(f"note: {note}", file=sys.stderr, flush=True)
-    train(arguments, *build_trainer(arguments, trainer))
+    made, about_rows = build_trainer(arguments, trainer)
+    train(arguments, made, [*about_rows, *_about_few_steps(made)])
     return 0
+
+
+def _about_few_steps(trainer: Any) -> Iterator[str]:
+    """A sentence on a run of so few optimizer steps that it learns hardly anything, with a cure."""
+    from alphatoken.train.distributed import Ranks
+    from alphatoken.train.steps import LEAST_STEPS, Schedule
+
+    rows, world = len(trainer.train_dataset), Ranks(trainer.accelerator).world
+    run = Schedule.of(trainer.args, rows, world)
+    if run.steps < LEAST_STEPS:
+        yield (
+            f"the whole run has {counted(run.steps, 'optimizer steps')}, of "
+            f"{counted(run.rows_of_step, 'rows')} each ({rows} training rows), which change a "
+            f"model little; longer with {run.in_words(LEAST_STEPS)}"
+        )
 
 
 def _about_values(arguments: Any) -> str:

@@ -60,6 +60,7 @@ from alphatoken.train.manifest import (
 )
 from alphatoken.train.policies import chosen_policy
 from alphatoken.train.refusals import check_pool, raise_first, refused_datasets
+from alphatoken.train.steps import Schedule
 
 STATE, ARMS = "race.json", "arms"
 """The state of a race, and the folder of its arms, in ``output_dir``."""
@@ -555,7 +556,7 @@ class Race:
         for name, own in facts.items():
             check_rows(own["prompts"], f"{name} rows")
         steps = whole_run(trainer)
-        looks = list(looks_of(steps, self._config.looks))
+        looks = list(looks_of(steps, self._config.looks, partial(_longer, trainer)))
         own = {"looks": looks, "rows": facts, "start": _start(trainer), "run": trainer.run_facts()}
         return RaceState({"steps": steps, **self._settings(), **own})
 
@@ -646,6 +647,14 @@ def whole_run(trainer: Any) -> int:
     in_epoch = max(-(-batches // args.gradient_accumulation_steps), 1)
     steps: int = math.ceil(args.num_train_epochs * in_epoch)
     return steps
+
+
+def _longer(trainer: Any, wanted: int) -> str:
+    """Options with which the run of a trainer has so many steps, for a message."""
+    world, rows = Ranks(trainer.accelerator).world, trainer.train_dataset
+    # Of a stream max_steps says it, or it is no race.
+    count = len(rows) if hasattr(rows, "__len__") else 0
+    return Schedule.of(trainer.args, count, world).in_words(wanted)
 
 
 def _start(trainer: Any) -> str | None:
