@@ -143,6 +143,7 @@ class _Command:
     def __init__(
         self, read: Any, arguments: Any, by_arm: Mapping[str, Any], kind: type[Any]
     ) -> None:
+        from alphatoken.race.rows import set_aside
         from alphatoken.race.runner import check_arms, reads_weights
         from alphatoken.train.python_rows import without_weights
 
@@ -155,7 +156,11 @@ class _Command:
         self._unweighted = datasets["train_dataset"]
         if self._weighed:
             self._unweighted = without_weights(self._unweighted)
-        check_arms(configurations, datasets)
+        wanted = arguments.race.choosing_rows
+        own_file = arguments.race.choosing_file is not None
+        check_arms(
+            configurations, datasets, None if own_file else partial(set_aside, wanted=wanted)
+        )
         self._check_looks(len(datasets["train_dataset"]))
         rows = {"choosing": datasets.pop("choosing_dataset")}
         if "watched_dataset" in datasets:

@@ -16,7 +16,7 @@ from alphatoken.errors import ConfigError, DataError
 from alphatoken.race.arms import Arm, read_arms
 from alphatoken.race.options import RaceConfig
 from alphatoken.race.page import PAGE, verdict, write_race_page
-from alphatoken.race.rows import choosing_numbers, rows_without, take
+from alphatoken.race.rows import choosing_numbers, rows_without, set_aside, take
 from alphatoken.race.runner import (
     Race,
     RaceResult,
@@ -104,6 +104,9 @@ def race(
     for name in train.keys() - weighed if weighed else ():
         train[name] = without_weights(train[name])
     text_field = getattr(args, "dataset_text_field", "text")
+    split = (
+        None if choosing_dataset is not None else partial(set_aside, wanted=config.choosing_rows)
+    )
     if choosing_dataset is None:
         validation_dataset, choosing_dataset = _split(
             validation_dataset, config.choosing_rows, args.value_seed
@@ -115,7 +118,7 @@ def race(
         validation_dataset = _without_leaks(validation_dataset, own, name, text_field)
     own = {name: arguments.pop(name) for name in _DATASETS & arguments.keys()}
     datasets = {"validation_dataset": validation_dataset, **own}
-    check_arms(configurations, {**datasets, "choosing_dataset": rows["choosing"]})
+    check_arms(configurations, {**datasets, "choosing_dataset": rows["choosing"]}, split)
     others = {f"a {name} row": plain_rows(of_name) for name, of_name in rows.items()}
     warn_of_leaks(plain_rows(train_dataset), others, text_field=text_field)
     folder = Path(str(args.output_dir))

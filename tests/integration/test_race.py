@@ -267,7 +267,7 @@ def test_what_a_race_refuses_before_any_work(tmp_path: Path) -> None:
         ({"arms": {"walk": {"policy": "top", "estimator": "walk"}},
           "options": {"validation_mode": "pool", "validation_batch_size": 16}}, ConfigError,
          r"the arm 'walk' has too few validation rows. Got: [1-9]\d* rows that choose among the "
-         r"arms, and of the others 10 rows.*\(\d+ in all are enough\)"),
+         r"arms, and of the others 10 rows.*\(\d+ are enough\)"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             world.race(**changes)
