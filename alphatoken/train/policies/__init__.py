@@ -79,6 +79,12 @@ STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
 UNTOUCHED = ("standard", "dpo")
 """Names under which the trainer below is left as it is."""
 
+OF_LAB = (
+    "less", "token-cleaning", "stm", "xtf", "sstoken", "rho-1", "flow", "talr", "dft", "eaft",
+    "gce", "loss-truncation", "prift", "cft", "confpo", "sepo", "ti-dpo",
+)  # fmt: skip
+"""Names of the published methods in ``alphatoken-lab``, for those who have not installed it."""
+
 _OWN: dict[str, type[TokenPolicy]] = {
     "standard": Standard,
     "validation-first": ValidationFirst,
@@ -174,15 +180,14 @@ def _no_such_policy(name: str) -> ConfigError:
         remedy = f"--policy top --value {preset} --keep_ratio {int(share) / 100:g}"
         return ConfigError(what, got=got, why="this is an arm of a race", remedy=remedy)
     names = tuple(dict.fromkeys((*TRAINER_POLICIES, *STANDS_FOR, *policy_names())))
-    close = difflib.get_close_matches(name, names, n=1)
-    return ConfigError(
-        what,
-        got=got,
-        why="published methods are in the package alphatoken-lab",
-        remedy=(f"did you mean {close[0]}? " if close else "")
-        + f"known: {', '.join(names)}; or module:Class; "
-        "`pip install ./lab` in a clone brings the methods that people compare with",
-    )
+    plain = name.lower().replace("_", "-")
+    close = difflib.get_close_matches(plain, dict.fromkeys((*names, *OF_LAB)), n=1)
+    known, why = f"known: {', '.join(names)}; or module:Class", ""
+    if close and close[0] not in names:
+        why = f"{close[0]} is a published method, and those are in the package alphatoken-lab"
+        known = f"`pip install ./lab` in a clone of the repository; {known}"
+    asked = f"did you mean {close[0]}? " if close and close[0] != name else ""
+    return ConfigError(what, got=got, why=why, remedy=asked + known)
 
 
 def _require_class(kind: Any, called: str) -> type[TokenPolicy]:
@@ -210,14 +215,14 @@ def policy(
     """
     kind = find_policy(name) if isinstance(name, str) else _require_class(name, repr(name))
     # A constructor of its own may know nothing of settings, and hand none to the base's.
-    takes = "settings" in signature(kind).parameters
+    takes = list(signature(kind).parameters)
     try:
-        made = kind(settings, **options) if takes else kind(**options)
+        made = kind(settings, **options) if "settings" in takes else kind(**options)
     except TypeError as problem:
         raise ConfigError(
             f"policy '{getattr(kind, 'name', kind.__qualname__)}' does not take these arguments",
             got=f"{', '.join(options) or 'none'} ({problem})",
-            remedy="`alphatoken-lab policies NAME` describes them",
+            remedy=f"it takes {', '.join(n for n in takes if n != 'settings') or 'none'}",
         ) from problem
     if settings is not None:
         made.bind(settings)
