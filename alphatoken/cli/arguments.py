@@ -330,7 +330,7 @@ def _set_defaults(parser: _Parser, recipe: Recipe) -> None:
 def _unknown(word: str, parser: _Parser, place: str) -> ConfigError:
     name = word.split("=")[0].lstrip("-").replace("-", "_")
     option_names = [action.dest for action in parser._actions]
-    today = RENAMED.get(name)
+    today, dashes = RENAMED.get(name), "--" if word.startswith("--") else ""
     what = (
         "there is no such option"
         if word.startswith("-") or place != "the command line"
@@ -341,7 +341,8 @@ def _unknown(word: str, parser: _Parser, place: str) -> ConfigError:
         got=f"{word} in {place}",
         remedy=f"{today}, as it is called today"
         if today in option_names
-        else close_to(name, option_names) or f"{parser.prog} --help lists them",
+        else close_to(f"{dashes}{name}", [f"{dashes}{own}" for own in option_names])
+        or f"{parser.prog} --help lists them",
     )
 
 

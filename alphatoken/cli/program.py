@@ -35,6 +35,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NoReturn, TypeVar
 
+from alphatoken.cli.recipes import close_to
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.support.options import Limits, limits_of
 
@@ -293,6 +294,29 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(
             prog=f"{program} {command}", usage=argparse.SUPPRESS, formatter_class=form, **more
         )
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; an option that there is not is said before one that is missing.
+
+        Raises:
+            ConfigError: words that cannot be read.
+        """
+        known = list(self._option_string_actions)
+        for word in args or ():
+            if word == "--":
+                break
+            flag = word.partition("=")[0]
+            if not flag.startswith("--") or " " in word:  # argparse takes a blank for a value's
+                continue
+            if not (
+                any(own.startswith(flag) for own in known) if self.allow_abbrev else flag in known
+            ):
+                raise ConfigError(
+                    "there is no such option",
+                    got=flag,
+                    remedy=close_to(flag, known) or f"{self.prog} {HELP_ALL} lists them",
+                )
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing dozens of options."""

@@ -494,6 +494,25 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert "no command 'xyz'. Commands: show, score" in second
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["score", "--trian_file", "x"], "Got: --trian_file. Remedy: did you mean --train_file?"),
+        (["score", "--valdation-file=x"], "did you mean --validation_file?"),
+        (["diagnose", "data", "--validation_fil", "x"], "did you mean --validation_file?"),
+        (["fisher", "--mesages_column", "x"], "did you mean --messages_column?"),
+        (["score", "--qwxyz"], "Remedy: alphatoken score --help_all lists them."),
+    ],
+)
+def test_an_option_that_is_misspelt_is_said_before_one_that_is_missing(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("alphatoken: there is no such option. Got: --")
+    assert said in error
+
+
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "usage: alphatoken" in (help_ := capsys.readouterr().err)
