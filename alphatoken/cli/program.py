@@ -105,7 +105,7 @@ def run_program(
 
     # Most commands take abbreviations of their flags; this one is read before they are.
     traceback = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
-    with _own_modules(), _said_in_notes("--quiet" in rest):
+    with _own_modules(), _without_noise(), _said_in_notes("--quiet" in rest):
         return guarded(name, partial(commands[command], rest), traceback=traceback)
 
 
@@ -175,6 +175,31 @@ def _own_modules() -> Iterator[None]:
             sys.path.remove(here)
 
 
+_NOISE = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
+    "DeepSpeed": "Setting accelerator to CPU.",
+}
+"""Logger of another library -> the beginning of a line of it that says nothing of a run."""
+_UNPINNED = "'pin_memory' argument is set as true but no"
+"""The beginning of torch's warning of each loader on a machine without an accelerator."""
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    """Leaves these lines of other libraries out, and no others of theirs."""
+    filters: dict[str, Callable[[logging.LogRecord], bool]] = {
+        name: lambda record, start=text: not str(record.msg).startswith(start)
+        for name, text in _NOISE.items()
+    }
+    for name, own in filters.items():
+        logging.getLogger(name).addFilter(own)
+    try:
+        yield
+    finally:
+        for name, own in filters.items():
+            logging.getLogger(name).removeFilter(own)
+
+
 @contextmanager
 def _said_in_notes(quiet: bool) -> Iterator[None]:
     """Prints, in the first process, what was read of each file and our own warnings."""
@@ -187,6 +212,8 @@ def _said_in_notes(quiet: bool) -> Iterator[None]:
     log.setLevel(logging.INFO if first and not quiet else logging.ERROR)
 
     def show(message: Any, category: Any, *more: Any, **named: Any) -> None:
+        if str(message).startswith(_UNPINNED):
+            return
         if category.__name__ != "AlphaTokenWarning":  # whose module imports torch
             shown(message, category, *more, **named)
         elif first:

@@ -224,7 +224,7 @@ class _Command:
 
     def _say_unread(self) -> None:
         for name, own in self._by_arm.items():
-            for option in own.unread:
+            for option in training.changed_options(own):
                 value = getattr(own.training, option, None)
                 _say(f"{name}: {option} of the run gives way to this arm: it is {value!r} there")
 

@@ -34,6 +34,7 @@ from alphatoken.train.fields import AlphaFields, PairFields
 
 __all__ = [
     "build_trainer",
+    "changed_options",
     "check_launch",
     "check_output",
     "clear_output",
@@ -338,7 +339,7 @@ def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = Fa
     notes += [
         f"{name} of the recipe gives way to other options of this run: it is "
         f"{getattr(args, name, None)!r} here"
-        for name in arguments.unread
+        for name in changed_options(arguments)
     ]
     for note in notes if first else ():
         print(f"note: {note}", file=sys.stderr)
@@ -365,6 +366,18 @@ def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = Fa
         print(f"{counted(trainer.state.global_step, 'steps')} trained; model: {args.output_dir}")
         print(_about_page(args), _next_command(arguments, trainer.model), sep="\n", flush=True)
     trainer.accelerator.end_training()  # ends the process group too
+
+
+_OF_KEPT = {"keep_ratio", "value_unit", "keep_scope", "shared_threshold", "masked_logit"}
+"""Options that say which tokens are kept: what has a rule of its own for it ignores them."""
+
+
+def changed_options(arguments: Any) -> list[str]:
+    """Options that gave way and are worth a line: nothing is lost of one that nothing reads."""
+    from alphatoken.cli.arguments import named_options
+
+    ignored = _OF_KEPT - named_options(arguments.words)
+    return [name for name in arguments.unread if name not in ignored]
 
 
 def _about_page(args: Any) -> str:

@@ -180,6 +180,8 @@ line (line 2)
         """Columns, and fields of messages, that were not read."""
         self.left: Counter[str] = Counter()
         """Rows that were left out, by the reason."""
+        self.bad_rows = 0
+        """Those of them that cannot be read, which stop a command unless it leaves them out."""
         self.left_turns: Counter[str] = Counter()
         """Turns that were left out of rows that were not, by the reason."""
         self.notes: Counter[str] = Counter()

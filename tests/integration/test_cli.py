@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from safetensors.torch import load_file
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.cli import main
+from alphatoken.cli.program import Command, run_program
 from alphatoken.data import Example, batches
 from alphatoken.direction import contraction
 from alphatoken.score import ScoredExample, read_values, value_files
@@ -511,6 +514,45 @@ def test_an_option_that_is_misspelt_is_said_before_one_that_is_missing(
     error = capsys.readouterr().err
     assert error.startswith("alphatoken: there is no such option. Got: --")
     assert said in error
+
+
+NOISE = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from "
+    "kernels-community: %s. Please make sure you already `pip install kernels`",
+    "DeepSpeed": "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable",
+}
+PINNED = "'pin_memory' argument is set as true but no accelerator is found, then device pinned"
+
+
+def say_much(words: list[str]) -> None:
+    """A command that says what other libraries do, and one line more of each."""
+    for name, text in NOISE.items():
+        log = logging.getLogger(name)
+        log.warning(text, *["no kernels"] * text.count("%s"))
+        log.warning("something else of %s", name)
+    warnings.warn(PINNED, stacklevel=1)
+    warnings.warn("something else of torch", stacklevel=1)
+
+
+@pytest.mark.filterwarnings("always")
+def test_lines_of_other_libraries_that_say_nothing_are_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These alone, and in a command alone."""
+    said: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    monkeypatch.setattr(warnings, "showwarning", lambda text, *_, **__: said.append(str(text)))
+    monkeypatch.setattr(warnings, "filters", [("always", None, Warning, None, 0)])
+    for name in NOISE:
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler])
+    commands = {"noisy": Command("", "tests.integration.test_cli:say_much")}
+    assert run_program("alphatoken", "", "", commands, ["noisy"]) == 0
+    others = [f"something else of {name}" for name in (*NOISE, "torch")]
+    assert said == others
+    said.clear()
+    say_much([])
+    assert len(said) == 2 * len(others)
 
 
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.race import _words
 from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
-from alphatoken.cli.training import check_launch
+from alphatoken.cli.training import changed_options, check_launch
 from alphatoken.cli.training_rows import RowReader, check_rows
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.race.arms import PACKAGED
@@ -205,7 +205,9 @@ def test_the_command_line_overrides_the_recipe() -> None:
 def test_what_a_recipe_says_of_values_gives_way_to_another_policy(tmp_path: Path) -> None:
     """Named on the command line or by a later recipe; what is said beside it is refused."""
     llama = "magicoder-llama"
-    assert {"keep_scope", "kept_normalization"} <= set(read(llama, "--policy", "stm").unread)
+    other = read(llama, "--policy", "stm")
+    assert {"keep_scope", "kept_normalization"} <= set(other.unread)
+    assert changed_options(other) == ["kept_normalization"]  # of the others nothing is lost
     assert read(llama, "--policy", "bottom").training.keep_scope == "global"
     later = tmp_path / "later.yaml"
     later.write_text("policy: stm\n")

@@ -15,6 +15,7 @@ import pytest
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.diagnose_options import read_request
+from alphatoken.cli.training import changed_options
 from alphatoken.config import ValueOptions
 from alphatoken.errors import ConfigError
 from alphatoken.presets import written_options
@@ -253,6 +254,7 @@ def test_what_is_typed_and_no_policy_reads_is_refused(
     given = read("sft", f"--config laptop-sft --policy {policy}")
     assert given.training.estimator == "alphatoken"
     assert given.unread == ("keep_ratio",)
+    assert changed_options(given) == []  # a rule of its own says what is kept
 
 
 @pytest.mark.parametrize(
