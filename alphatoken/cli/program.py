@@ -184,13 +184,14 @@ _UNPINNED = "'pin_memory' argument is set as true but no"
 """The beginning of torch's warning of each loader on a machine without an accelerator."""
 
 
+def _begins_otherwise(text: str, record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(text)
+
+
 @contextmanager
 def _without_noise() -> Iterator[None]:
     """Leaves these lines of other libraries out, and no others of theirs."""
-    filters: dict[str, Callable[[logging.LogRecord], bool]] = {
-        name: lambda record, start=text: not str(record.msg).startswith(start)
-        for name, text in _NOISE.items()
-    }
+    filters = {name: partial(_begins_otherwise, text) for name, text in _NOISE.items()}
     for name, own in filters.items():
         logging.getLogger(name).addFilter(own)
     try:
