@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_type_hints
 
@@ -24,9 +24,14 @@ from alphatoken.config import RESEARCH
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.presets import PRESETS, written_options
 from alphatoken.train.options import RENAMED
-from alphatoken.train.policies import STANDS_FOR, unread_by_estimator, unread_options
+from alphatoken.train.policies import (
+    OF_VALUES,
+    STANDS_FOR,
+    unread_by_estimator,
+    unread_options,
+)
 
-__all__ = ["Arguments", "DataArguments", "RunArguments", "read_arguments"]
+__all__ = ["Arguments", "DataArguments", "RunArguments", "named_options", "read_arguments"]
 
 
 @dataclass
@@ -126,28 +131,35 @@ def read_arguments(
         options.chat_template_path = packaged_file(template) or template
     said = [{name.replace("-", "_") for name in recipe.options} for recipe in recipes]
     named_policies = {str(r.options["policy"]) for r in recipes if "policy" in r.options}
-    said += [_named(words), _named(over)]
+    said += [named_options(words), named_options(over)]
     if named_policies - {options.policy} and "policy_options" in _earlier(said, {"policy"}):
         options.policy_options = None  # of another method
     if race and options.arms is None:
         options.arms = [f"{options.value or 'walk'}-80"]
     _apply_value(options, said, race)
-    unread = _give_way(options, training, said)
+    _refuse_unread_of_trl(options, words)
+    if not race:
+        _refuse_unread_words(options, training, words)
+    unread = _give_way(options, training, said, race=race)
     if options.value and options.estimator != PRESETS[options.value].options["estimator"]:
         options.value = None  # an arm or a later recipe has another estimator
     options.datasets = _mixture(options)
     made = [_make(kind, options) for kind in parser.dataclass_types]
     run, data, config, model, *rest = made
-    for name, _ in list(data.unread_of_fisher(reads_fisher=config.reads_fisher)):
+    unread_rows = [name for name, _ in data.unread_of_fisher(reads_fisher=config.reads_fisher)]
+    if data.retention_data and not (race or config.reads_retention):
+        unread_rows.append("retention_data")
+    for name in unread_rows:
         # A recipe serves several objectives, as a grid's does; what is typed is meant.
-        if name not in _named(words):
+        if name not in named_options(words):
             unread = (*unread, name)
             for place in (options, data):
                 setattr(place, name, None)
     return Arguments(command, data, config, model, run, tuple(words), unread, *rest)
 
 
-def _named(words: Sequence[str]) -> set[str]:
+def named_options(words: Sequence[str]) -> set[str]:
+    """Names of the options that a command line names."""
     return {w.split("=")[0].lstrip("-").replace("-", "_") for w in words if w[:2] == "--"}
 
 
@@ -187,8 +199,63 @@ def _earlier(said: Sequence[set[str]], deciding: set[str]) -> set[str]:
     return set().union(*said[:last]) - set().union(*said[last:])
 
 
+def _refuse_unread_words(options: argparse.Namespace, training: Any, words: Sequence[str]) -> None:
+    """Refuse what is typed and equals a default, so that no configuration can tell it from one.
+
+    Raises:
+        ConfigError: ``--value``, or ``--keep_ratio``, beside a policy that does not read it.
+    """
+    unread, typed = unread_options(vars(options), training.FAMILY), named_options(words)
+    reasons = {
+        "value": ("estimator", "it values no token", "leave it out, or --policy top"),
+        "keep_ratio": ("keep_ratio", "a rule of its own says what is kept", "leave it out"),
+    }
+    for name, (read, why, remedy) in reasons.items():
+        if name in typed and read in unread and getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name} has no effect on policy '{options.policy}'",
+                got=f"--{name} {getattr(options, name)}",
+                why=why,
+                remedy=remedy,
+            )
+
+
+_READ_WITH: Mapping[tuple[str, ...], tuple[str, str, str]] = {
+    ("lora_", "use_rslora", "use_dora"): (
+        "use_peft", "no adapter is trained, but all weights", "--use_peft"
+    ),
+    ("bnb_4bit_", "use_bnb_nested_quant"): (
+        "load_in_4bit", "the model is not loaded in 4 bits", "--load_in_4bit true"
+    ),
+    ("dataset_config", "dataset_train_split"): (
+        "dataset_name", "the rows are none of a data set of the hub", "--dataset_name NAME"
+    ),
+    ("dataset_test_split",): ("", "rows for evaluation are of a file", "--eval_data FILE"),
+    ("ignore_bias_buffers",): ("", "no buffer is left out", "leave it out"),
+}  # fmt: skip
+"""Beginnings of TRL's options -> the option without which nothing reads them, why, and a remedy."""
+
+
+def _refuse_unread_of_trl(options: argparse.Namespace, words: Sequence[str]) -> None:
+    """Refuse options of TRL's that are typed and have no effect; a recipe's serve several runs.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for name in sorted(named_options(words)):
+        for beginnings, (read_with, why, remedy) in _READ_WITH.items():
+            if name.startswith(beginnings) and not getattr(options, read_with, None):
+                raise ConfigError(
+                    f"--{name} has no effect",
+                    got=f"--{name} {getattr(options, name)}"
+                    + (f" without --{read_with}" if read_with else ""),
+                    why=why,
+                    remedy=remedy,
+                )
+
+
 def _give_way(
-    options: argparse.Namespace, training: Any, said: Sequence[set[str]]
+    options: argparse.Namespace, training: Any, said: Sequence[set[str]], *, race: bool
 ) -> tuple[str, ...]:
     """Reset options that were said for another policy or estimator than a later one; their names.
 
@@ -196,6 +263,8 @@ def _give_way(
         options: all of them; changed in place.
         training: configuration class of the trainer.
         said: the options that each recipe names, in their order, then those of the command line.
+        race: whether the run is one of ``alphatoken race``, where options of values that no arm
+            names itself stand for the arms that have values.
     """
     changed = []
     stands_for = "estimator" in STANDS_FOR.get(options.policy, ())
@@ -203,10 +272,13 @@ def _give_way(
         (unread_options(vars(options), training.FAMILY), {"policy"}),
         (unread_by_estimator(vars(options)), {"estimator", *(["policy"] if stands_for else [])}),
     ):
-        for name in _earlier(said, deciding) & set(neutral):
+        common = OF_VALUES.keys() - said[-1] if race and deciding == {"policy"} else set()
+        for name in (_earlier(said, deciding) | common) & set(neutral):
             if getattr(options, name) != neutral[name]:
                 setattr(options, name, neutral[name])
-                changed.append(name)
+                # Options of values serve other policies, and nothing is lost where there are none.
+                if not (deciding == {"policy"} and name in OF_VALUES):
+                    changed.append(name)
     return tuple(sorted(changed))
 
 
@@ -215,7 +287,7 @@ def _apply_null_and_source(options: argparse.Namespace, words: Sequence[str]) ->
     for one in dataclasses.fields(DataArguments):
         if one.default is None and getattr(options, one.name) in ("null", "none"):
             setattr(options, one.name, None)
-    typed_names = _named(words)
+    typed_names = named_options(words)
     named = {name for name in SOURCES if name in typed_names and getattr(options, name)}
     for name in SOURCES if named else ():
         if name not in typed_names:
@@ -257,7 +329,7 @@ def _set_defaults(parser: _Parser, recipe: Recipe) -> None:
 def _unknown(word: str, parser: _Parser, place: str) -> ConfigError:
     name = word.split("=")[0].lstrip("-").replace("-", "_")
     option_names = [action.dest for action in parser._actions]
-    today = RENAMED.get(name)
+    today, dashes = RENAMED.get(name), "--" if word.startswith("--") else ""
     what = (
         "there is no such option"
         if word.startswith("-") or place != "the command line"
@@ -268,7 +340,8 @@ def _unknown(word: str, parser: _Parser, place: str) -> ConfigError:
         got=f"{word} in {place}",
         remedy=f"{today}, as it is called today"
         if today in option_names
-        else close_to(name, option_names) or f"{parser.prog} --help lists them",
+        else close_to(f"{dashes}{name}", [f"{dashes}{own}" for own in option_names])
+        or f"{parser.prog} --help lists them",
     )
 
 

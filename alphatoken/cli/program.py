@@ -35,6 +35,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NoReturn, TypeVar
 
+from alphatoken.cli.recipes import close_to
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.support.options import Limits, limits_of
 
@@ -104,7 +105,7 @@ def run_program(
 
     # Most commands take abbreviations of their flags; this one is read before they are.
     traceback = any(len(word) > 3 and "--traceback".startswith(word) for word in rest)
-    with _own_modules(), _said_in_notes("--quiet" in rest):
+    with _own_modules(), _without_noise(), _said_in_notes("--quiet" in rest):
         return guarded(name, partial(commands[command], rest), traceback=traceback)
 
 
@@ -174,6 +175,32 @@ def _own_modules() -> Iterator[None]:
             sys.path.remove(here)
 
 
+_NOISE = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
+    "DeepSpeed": "Setting accelerator to CPU.",
+}
+"""Logger of another library -> the beginning of a line of it that says nothing of a run."""
+_UNPINNED = "'pin_memory' argument is set as true but no"
+"""The beginning of torch's warning of each loader on a machine without an accelerator."""
+
+
+def _begins_otherwise(text: str, record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(text)
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    """Leaves these lines of other libraries out, and no others of theirs."""
+    filters = {name: partial(_begins_otherwise, text) for name, text in _NOISE.items()}
+    for name, own in filters.items():
+        logging.getLogger(name).addFilter(own)
+    try:
+        yield
+    finally:
+        for name, own in filters.items():
+            logging.getLogger(name).removeFilter(own)
+
+
 @contextmanager
 def _said_in_notes(quiet: bool) -> Iterator[None]:
     """Prints, in the first process, what was read of each file and our own warnings."""
@@ -186,6 +213,8 @@ def _said_in_notes(quiet: bool) -> Iterator[None]:
     log.setLevel(logging.INFO if first and not quiet else logging.ERROR)
 
     def show(message: Any, category: Any, *more: Any, **named: Any) -> None:
+        if str(message).startswith(_UNPINNED):
+            return
         if category.__name__ != "AlphaTokenWarning":  # whose module imports torch
             shown(message, category, *more, **named)
         elif first:
@@ -293,6 +322,29 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(
             prog=f"{program} {command}", usage=argparse.SUPPRESS, formatter_class=form, **more
         )
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; an option that there is not is said before one that is missing.
+
+        Raises:
+            ConfigError: words that cannot be read.
+        """
+        known = list(self._option_string_actions)
+        for word in args or ():
+            if word == "--":
+                break
+            flag = word.partition("=")[0]
+            if not flag.startswith("--") or " " in word:  # argparse takes a blank for a value's
+                continue
+            if not (
+                any(own.startswith(flag) for own in known) if self.allow_abbrev else flag in known
+            ):
+                raise ConfigError(
+                    "there is no such option",
+                    got=flag,
+                    remedy=close_to(flag, known) or f"{self.prog} {HELP_ALL} lists them",
+                )
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing dozens of options."""

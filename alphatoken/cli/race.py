@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,7 @@ class _Command:
     def __init__(
         self, read: Any, arguments: Any, by_arm: Mapping[str, Any], kind: type[Any]
     ) -> None:
+        from alphatoken.race.rows import set_aside
         from alphatoken.race.runner import check_arms, reads_weights
         from alphatoken.train.python_rows import without_weights
 
@@ -155,13 +157,30 @@ class _Command:
         self._unweighted = datasets["train_dataset"]
         if self._weighed:
             self._unweighted = without_weights(self._unweighted)
-        check_arms(configurations, datasets)
+        wanted = arguments.race.choosing_rows
+        own_file = arguments.race.choosing_file is not None
+        check_arms(
+            configurations, datasets, None if own_file else partial(set_aside, wanted=wanted)
+        )
+        self._check_looks(len(datasets["train_dataset"]))
         rows = {"choosing": datasets.pop("choosing_dataset")}
         if "watched_dataset" in datasets:
             rows["retention"] = datasets.pop("watched_dataset")
         self._datasets, self._rows = datasets, rows
         for arm in read_arms(arguments.race.arms):
             self._train_rows(arm)  # none of them is refused when others have been trained
+
+    def _check_looks(self, rows: int) -> None:
+        """Refuse a run that is over before its looks, where its rows say so without a model."""
+        from alphatoken.race.arms import looks_of
+        from alphatoken.train.steps import Schedule
+
+        arguments, args = self._arguments, self._arguments.training
+        if arguments.run.resume or getattr(args, "packing", False):
+            return  # its state says how long it is; rows are packed by a trainer
+        run = Schedule.of(args, rows, args.world_size)
+        before = shlex.join(["alphatoken", "race", *arguments.words])
+        looks_of(run.steps, arguments.race.looks, partial(run.in_words, before=before))
 
     def run(self) -> None:
         """The race, then the winner's run."""
@@ -206,7 +225,7 @@ class _Command:
 
     def _say_unread(self) -> None:
         for name, own in self._by_arm.items():
-            for option in own.unread:
+            for option in training.changed_options(own):
                 value = getattr(own.training, option, None)
                 _say(f"{name}: {option} of the run gives way to this arm: it is {value!r} there")
 

@@ -118,9 +118,18 @@ def accelerate_config(name: str) -> tuple[Path, dict[str, Any]]:
 
 
 def close_to(word: str, names: list[str]) -> str:
-    """A question whether one of ``names`` was meant, or nothing."""
+    """A question whether one of ``names`` was meant, or nothing.
+
+    >>> close_to("--seeed", ["--seed", "--speed", "--keep_ratio"])
+    'did you mean --seed or --speed?'
+    >>> close_to("--validation_fil", ["--validation_file", "--validation_rows"])
+    'did you mean --validation_file?'
+    """
     matches = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(matches)}?" if matches else ""
+    alike = [difflib.SequenceMatcher(a=word, b=name).ratio() for name in matches]
+    # Names that begin alike are no guess beside one that is a letter away.
+    near = [name for name, own in zip(matches, alike, strict=True) if own > alike[0] - 0.1]
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def _mapping(path: Path) -> dict[str, Any]:

@@ -254,7 +254,7 @@ def _next(tokens: Sequence[TrainedTokens], reader: Any, request: ShowRequest) ->
     arguments, words = reader.arguments, list(request.words)
     if request.file is not None:
         words = ["--train_file", request.file, *words]
-    if reader.surveys["training"].left and "--on_bad_rows" not in " ".join(words):
+    if reader.surveys["training"].bad_rows and "--on_bad_rows" not in " ".join(words):
         words += ["--on_bad_rows", "skip"]
     weighted = any(own.weighted for own in tokens)
     unnamed = reader.weights != "refused" and not reader.needs_weights

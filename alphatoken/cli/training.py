@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
@@ -34,6 +34,7 @@ from alphatoken.train.fields import AlphaFields, PairFields
 
 __all__ = [
     "build_trainer",
+    "changed_options",
     "check_launch",
     "check_output",
     "clear_output",
@@ -114,11 +115,28 @@ def _run(command: str, words: Sequence[str]) -> int:
     check_launch(arguments)
     # Nothing of an earlier run goes before all that can be refused has been.
     clear_output(arguments)
-    if arguments.training.needs_values and is_first_process():
-        print(f"note: {_about_values(arguments)}", file=sys.stderr, flush=True)
+    notes = [_about_values(arguments)] if arguments.training.needs_values else []
+    for note in [*notes, *_about_unread(arguments)] if is_first_process() else ():
+        print(f"note: {note}", file=sys.stderr, flush=True)
     with no_empty_folder(arguments.training.output_dir):
-        train(arguments, *build_trainer(arguments, trainer))
+        made, about_rows = build_trainer(arguments, trainer)
+        train(arguments, made, [*about_rows, *_about_few_steps(made)])
     return 0
+
+
+def _about_few_steps(trainer: Any) -> Iterator[str]:
+    """A sentence on a run of so few optimizer steps that it learns hardly anything, with a cure."""
+    from alphatoken.train.distributed import Ranks
+    from alphatoken.train.steps import LEAST_STEPS, Schedule
+
+    rows, world = len(trainer.train_dataset), Ranks(trainer.accelerator).world
+    run = Schedule.of(trainer.args, rows, world)
+    if run.steps < LEAST_STEPS:
+        yield (
+            f"the whole run has {counted(run.steps, 'optimizer steps')}, of "
+            f"{counted(run.rows_of_step, 'rows')} each ({rows} training rows), which change a "
+            f"model little; longer with {run.in_words(LEAST_STEPS)}"
+        )
 
 
 def _about_values(arguments: Any) -> str:
@@ -132,6 +150,23 @@ def _about_values(arguments: Any) -> str:
         f"{words}; as published: on rows with wrong words --value walk was measured to help, and "
         "`alphatoken race` measures it on yours"
     )
+
+
+def _about_unread(arguments: Any) -> Iterator[str]:
+    """What is typed and a control does not read, which may have the options of another run."""
+    from alphatoken.cli.arguments import named_options
+    from alphatoken.train.policies import OF_VALUES
+
+    args, typed = arguments.training, named_options(arguments.words)
+    reasons = {}
+    if not args.needs_values:
+        reasons["values no token"] = typed & {"value", *OF_VALUES}
+    if args.policy == "all":
+        reasons["trains on every token"] = typed & {"keep_ratio"}
+    for why, names in reasons.items():
+        if names:
+            flags = ", ".join(f"--{name}" for name in sorted(names))
+            yield f"policy '{args.policy}' {why}: nothing reads {flags}"
 
 
 run_sft, run_dpo = partial(_run, "sft"), partial(_run, "dpo")
@@ -306,7 +341,7 @@ def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = Fa
     notes += [
         f"{name} of the recipe gives way to other options of this run: it is "
         f"{getattr(args, name, None)!r} here"
-        for name in arguments.unread
+        for name in changed_options(arguments)
     ]
     for note in notes if first else ():
         print(f"note: {note}", file=sys.stderr)
@@ -333,6 +368,18 @@ def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = Fa
         print(f"{counted(trainer.state.global_step, 'steps')} trained; model: {args.output_dir}")
         print(_about_page(args), _next_command(arguments, trainer.model), sep="\n", flush=True)
     trainer.accelerator.end_training()  # ends the process group too
+
+
+_OF_KEPT = {"keep_ratio", "value_unit", "keep_scope", "shared_threshold", "masked_logit"}
+"""Options that say which tokens are kept: what has a rule of its own for it ignores them."""
+
+
+def changed_options(arguments: Any) -> list[str]:
+    """Options that gave way and are worth a line: nothing is lost of one that nothing reads."""
+    from alphatoken.cli.arguments import named_options
+
+    ignored = _OF_KEPT - named_options(arguments.words)
+    return [name for name in arguments.unread if name not in ignored]
 
 
 def _about_page(args: Any) -> str:

@@ -138,6 +138,14 @@ def _refused_rows(arguments: Arguments, reads_fisher: bool) -> Iterator[ConfigEr
             remedy="two runs: --policy standard --train_file CLEAN, then --policy standard with "
             "--model_name_or_path of the first one's folder",
         )
+    if data.retention_data and not (arguments.race or args.reads_retention):
+        yield ConfigError(
+            "retention_data is given, and no retention rows are wanted",
+            got=f"--retention_data {data.retention_data}, retention {args.retention}, objective "
+            f"{args.objective}",
+            why="nothing would read it",
+            remedy="--objective both --retention data, or leave --retention_data out",
+        )
     for name, instead in data.unread_of_fisher(reads_fisher=reads_fisher):
         got = f"--{name} {getattr(data, name)}, "
         got += instead or f"retention {args.retention}, objective {args.objective}"

@@ -119,6 +119,7 @@ def usable_rows(
         if isinstance(row, DataError):
             first = first or row
             survey.leave_out(row.what, source_row.place)
+            survey.bad_rows += 1
         elif row is not None:
             rows.append(row)
     survey.log()

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from alphatoken.errors import DataError, counted, first_few
@@ -106,7 +107,7 @@ class Columns:
             raise DataError(
                 f"the row has no field {name!r}",
                 got=f"{self.place} has {self}",
-                remedy="check the name of the column",
+                remedy=_named_by(name, role, list(self._values)),
             )
         self._read.setdefault(role, []).append(name)
         return self._values[name]
@@ -137,6 +138,27 @@ class Columns:
         """The columns, for messages; those that are null as such."""
         names = [*map(repr, self._values), *(f"{name!r} (null)" for name in self.null)]
         return ", ".join(names) or "no fields"
+
+
+_NAMED = {
+    "prompt": "prompt", "response": "response", "plain text": "response", "chat": "messages",
+    "chosen": "chosen", "rejected": "rejected",
+}  # fmt: skip
+"""What a column is read as -> the field of ``Fields``, and the option, that names it."""
+
+
+def _named_by(name: str, role: str, there: Sequence[str]) -> str:
+    """What to do where a column that was named is not there.
+
+    >>> _named_by("mesages", "chat", ["id", "messages"])
+    "did you mean 'messages'? The column is named by --messages_column (Fields(messages=...))"
+    """
+    close = get_close_matches(name, there, n=1)
+    asked = f"did you mean {close[0]!r}? " if close else ""
+    field = _NAMED.get(role)
+    if field is None:
+        return asked.strip() or "check the name of the column"
+    return f"{asked}The column is named by --{field}_column (Fields({field}=...))"
 
 
 class Survey:
@@ -174,6 +196,8 @@ line (line 2)
         """Columns, and fields of messages, that were not read."""
         self.left: Counter[str] = Counter()
         """Rows that were left out, by the reason."""
+        self.bad_rows = 0
+        """Those of them that cannot be read, which stop a command unless it leaves them out."""
         self.left_turns: Counter[str] = Counter()
         """Turns that were left out of rows that were not, by the reason."""
         self.notes: Counter[str] = Counter()

@@ -110,6 +110,12 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     tests = {name: compare(records, name, subject.seed) for name in MEASURES}
     answer = verdict(tests, len(groups[TRUSTED]))
     notes += _doubts_of_walk(records[TRUSTED])
+    batch, fits = subject.batch_size, race_batch(len(groups[JUDGED]), subject.batch_size)
+    if answer != ALIKE and subject.words and fits < batch:
+        notes.append(
+            f"The race has batches of {fits} rows in place of {batch}, with which it would be over "
+            f"before its first look, step {FIRST_LOOK}."
+        )
     every = Table.of("data-rows", "Each row", [one for own in records.values() for one in own])
     ends = _ends(records[JUDGED], options.ends)
     return conclude(
@@ -128,14 +134,18 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "level": LEVEL,
         },
         next_command=next_command(
-            answer, subject.words, len(groups[JUDGED]), len(walked) + len(groups[TRUSTED])
+            answer,
+            subject.words,
+            len(groups[JUDGED]),
+            len(walked) + len(groups[TRUSTED]),
+            subject.batch_size,
         ),
         mark=GOOD if answer == ALIKE else DOUBTFUL,  # rows that differ need not be bad
         lists=_row_lists(subject, groups[JUDGED], scored[JUDGED], ends),
     )
 
 
-def next_command(answer: str, words: str, rows: int, trusted: int) -> str:
+def next_command(answer: str, words: str, rows: int, trusted: int, batch: int = TRAIN_BATCH) -> str:
     """The command that does what the answer advises; "" where no command has named the rows.
 
     >>> next_command(ALIKE, "--train_file rows.jsonl", 400, 32)
@@ -144,11 +154,11 @@ def next_command(answer: str, words: str, rows: int, trusted: int) -> str:
     if not words:
         return ""
     if answer == ALIKE:
-        return f"alphatoken sft --policy standard {words}"
-    return race_command(words, rows, trusted)
+        return f"alphatoken sft --policy standard {words}{_sized(batch)}"
+    return race_command(words, rows, trusted, batch)
 
 
-def race_command(words: str, rows: int, trusted: int) -> str:
+def race_command(words: str, rows: int, trusted: int, batch: int = TRAIN_BATCH) -> str:
     """The command of a race on so many training rows, of batches so small that it has a look.
 
     Of few trusted rows half choose: by default eight do, which may leave none to value against.
@@ -157,13 +167,27 @@ def race_command(words: str, rows: int, trusted: int) -> str:
     'alphatoken race --train_file rows.jsonl'
     >>> race_command("--train_file rows.jsonl", 32, 8)
     'alphatoken race --train_file rows.jsonl --per_device_train_batch_size 4 --choosing_rows 4'
+    >>> race_command("--train_file rows.jsonl", 400, 32, batch=2)
+    'alphatoken race --train_file rows.jsonl --per_device_train_batch_size 2'
     """
-    batch = next(
-        b for b in (TRAIN_BATCH, 4, 2, 1) if b == 1 or -(-rows // b) * EPOCHS >= FIRST_LOOK
-    )
-    more = "" if batch == TRAIN_BATCH else f" --per_device_train_batch_size {batch}"
+    more = _sized(race_batch(rows, batch))
     more += f" --choosing_rows {trusted // 2}" if trusted < 2 * CHOOSING else ""
     return f"alphatoken race {words}{more}"
+
+
+def race_batch(rows: int, batch: int) -> int:
+    """Rows of a step with which a race has a look: so many, or halved until it has.
+
+    >>> race_batch(400, 6), race_batch(45, 8), race_batch(15, 6)
+    (6, 4, 1)
+    """
+    while batch > 1 and -(-rows // batch) * EPOCHS < FIRST_LOOK:
+        batch //= 2
+    return batch
+
+
+def _sized(batch: int) -> str:
+    return "" if batch == TRAIN_BATCH else f" --per_device_train_batch_size {batch}"
 
 
 # --- rows -----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -163,13 +163,16 @@ def _without(value: Any) -> tuple[str, str] | None:
     return str(pair[0]), str(pair[1])
 
 
-def looks_of(steps: int, looks: Sequence[int] | None) -> tuple[int, ...]:
+def looks_of(
+    steps: int, looks: Sequence[int] | None, longer: Callable[[int], str] | None = None
+) -> tuple[int, ...]:
     """Steps of a run at which there are looks, ascending.
 
     Args:
         steps: of the whole run.
         looks: the user's own; None for 2.5, 5 and 10 % of the steps, rounded up, none before
             step 20.
+        longer: steps -> what makes the run so long, for the message.
 
     >>> looks_of(400, None), looks_of(4000, None), looks_of(60, None)
     ((20, 40), (100, 200, 400), (20,))
@@ -186,7 +189,7 @@ def looks_of(steps: int, looks: Sequence[int] | None) -> tuple[int, ...]:
             "the run is over before the last look",
             got=f"a look at step {chosen[-1]}, {steps} steps",
             why=f"before step {EARLIEST} whatever selects is ahead, also where it loses",
-            remedy="more steps (a smaller --per_device_train_batch_size, more epochs, "
-            "--max_steps), or looks at earlier steps all the same: --looks N",
+            remedy=(longer(chosen[-1]) if longer is not None else "more steps")
+            + f"; or looks at earlier steps all the same: --looks {steps}",
         )
     return tuple(chosen)

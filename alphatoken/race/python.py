@@ -16,7 +16,7 @@ from alphatoken.errors import ConfigError, DataError, counted
 from alphatoken.race.arms import Arm, read_arms
 from alphatoken.race.options import RaceConfig
 from alphatoken.race.page import PAGE, verdict, write_race_page
-from alphatoken.race.rows import choosing_numbers, rows_without, take
+from alphatoken.race.rows import choosing_numbers, rows_without, set_aside, take
 from alphatoken.race.runner import (
     Race,
     RaceResult,
@@ -29,7 +29,7 @@ from alphatoken.race.runner import (
 from alphatoken.support.progress import is_first_process
 from alphatoken.train.dpo import AlphaDPOTrainer
 from alphatoken.train.leaks import leaking_rows, warn_of_leaks
-from alphatoken.train.policies import unread_options
+from alphatoken.train.policies import OF_VALUES, unread_options
 from alphatoken.train.python_rows import as_dataset, plain_rows, without_weights
 from alphatoken.train.refusals import raise_first
 from alphatoken.train.sft import AlphaSFTTrainer
@@ -104,6 +104,9 @@ def race(
     for name in train.keys() - weighed if weighed else ():
         train[name] = without_weights(train[name])
     text_field = getattr(args, "dataset_text_field", "text")
+    split = (
+        None if choosing_dataset is not None else partial(set_aside, wanted=config.choosing_rows)
+    )
     if choosing_dataset is None:
         validation_dataset, choosing_dataset = _split(
             validation_dataset, config.choosing_rows, args.value_seed
@@ -115,7 +118,7 @@ def race(
         validation_dataset = _without_leaks(validation_dataset, own, name, text_field)
     own = {name: arguments.pop(name) for name in _DATASETS & arguments.keys()}
     datasets = {"validation_dataset": validation_dataset, **own}
-    check_arms(configurations, {**datasets, "choosing_dataset": rows["choosing"]})
+    check_arms(configurations, {**datasets, "choosing_dataset": rows["choosing"]}, split)
     others = {f"a {name} row": plain_rows(of_name) for name, of_name in rows.items()}
     warn_of_leaks(plain_rows(train_dataset), others, text_field=text_field)
     folder = Path(str(args.output_dir))
@@ -129,7 +132,8 @@ def race(
         shown=lambda result: write_race_page(folder / PAGE, result),
     )
     for arm in arms:
-        for name in options[arm.name].keys() - arm.options.keys():
+        # Options of values stand for the arms that have values.
+        for name in options[arm.name].keys() - arm.options.keys() - OF_VALUES.keys():
             run.say(f"{arm.name}: {name} of the run gives way to this arm, which does not read it")
     result = run.run(resume=resume)
     run.say(verdict(result))

@@ -11,6 +11,11 @@ from alphatoken.errors import ConfigError
 from alphatoken.race.decision import FEW
 
 
+def set_aside(rows: int, wanted: int | None) -> int:
+    """How many of so many trusted rows choose among arms; arguments of :func:`choosing_numbers`."""
+    return max(FEW, rows // 2) if wanted is None else wanted
+
+
 def choosing_numbers(rows: int, wanted: int | None, seed: int) -> tuple[list[int], list[int]]:
     """Numbers of the trusted rows to choose by, drawn by the seed alone, and of the others.
 
@@ -22,13 +27,15 @@ def choosing_numbers(rows: int, wanted: int | None, seed: int) -> tuple[list[int
     Raises:
         ConfigError: none would be left for the arms.
     """
-    count = max(FEW, rows // 2) if wanted is None else wanted
+    count = set_aside(rows, wanted)
     if count >= rows:
+        fewer = max(2, rows // 2)
+        smaller = f"choosing_rows={fewer} (--choosing_rows {fewer}), or " if fewer < rows else ""
         raise ConfigError(
             "there are too few trusted rows to set choosing rows aside",
             got=f"{rows} validation rows, {count} of them to choose by",
             why="rows that a walk was taken on look better than any other",
-            remedy="more validation rows, a smaller choosing_rows, or choosing rows of their own "
+            remedy=f"more validation rows, {smaller or 'or '}choosing rows of their own "
             "(choosing_dataset=..., --choosing_file FILE)",
         )
     chosen = set(random.Random(f"choosing rows {seed}").sample(range(rows), count))

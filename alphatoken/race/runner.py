@@ -59,7 +59,14 @@ from alphatoken.train.manifest import (
     weights_fingerprint,
 )
 from alphatoken.train.policies import chosen_policy
-from alphatoken.train.refusals import check_pool, raise_first, refused_datasets
+from alphatoken.train.refusals import (
+    check_pool,
+    enough_rows,
+    pool_remedies,
+    raise_first,
+    refused_datasets,
+)
+from alphatoken.train.steps import Schedule
 
 STATE, ARMS = "race.json", "arms"
 """The state of a race, and the folder of its arms, in ``output_dir``."""
@@ -180,20 +187,29 @@ def refused_races(args: Any) -> Iterator[ConfigError]:
             )
 
 
-def check_arms(args: Mapping[str, Any], datasets: Mapping[str, Any]) -> None:
+def check_arms(
+    args: Mapping[str, Any],
+    datasets: Mapping[str, Any],
+    set_aside: Callable[[int], int] | None = None,
+) -> None:
     """Check that each arm has the rows that it values against, before any of them trains.
 
     Args:
         args: name of the arm -> configuration of its trainer.
         datasets: what all of their trainers are handed, by the argument's name.
+        set_aside: trusted rows in all -> how many of them choose; None where these have a source of
+            their own.
 
     Raises:
-        ConfigError: rows that an arm lacks, too few of them, or a Fisher that no arm reads.
+        ConfigError: rows that an arm lacks, too few of them, or retention rows or a Fisher that no
+            arm reads.
     """
     names = ("validation", "retention", "fisher")
-    reader = next((own for own in args.values() if own.reads_fisher), args[ALL])
-    for own in (reader, *args.values()):
-        read = datasets if own is reader else datasets_of(own, datasets)
+    read_by_any = {name for own in args.values() for name in datasets_of(own, datasets)}
+    unread = {name: own for name, own in datasets.items() if name not in read_by_any}
+    for own in args.values():
+        # What none of them reads is refused with the first.
+        read = {**datasets_of(own, datasets), **unread}
         rows = {name: read.get(f"{name}_dataset") for name in names}
         policy = chosen_policy(own, None, own.FAMILY)
         raise_first(refused_datasets(own, policy, rows, read.get("fisher")))
@@ -202,37 +218,38 @@ def check_arms(args: Mapping[str, Any], datasets: Mapping[str, Any]) -> None:
         choosing: Any = datasets.get("choosing_dataset")
         choose = len(choosing) if hasattr(choosing, "__len__") else 0
         for name, own in args.items():
-            _check_validation_rows(name, own, len(validation), choose)
+            _check_validation_rows(name, own, len(validation), choose, set_aside)
 
 
 def datasets_of(args: Any, datasets: Mapping[str, Any]) -> dict[str, Any]:
-    """Data sets for the trainer of one arm: no Fisher, where only other arms read it."""
-    return {k: v for k, v in datasets.items() if args.reads_fisher or not k.startswith("fisher")}
+    """Data sets for the trainer of one arm: no Fisher or retention rows that only others read."""
+    reads = {"fisher": args.reads_fisher, "retention": args.reads_retention}
+    return {k: v for k, v in datasets.items() if reads.get(k.partition("_")[0], True)}
 
 
-def _check_validation_rows(name: str, args: Any, rows: int, choosing: int) -> None:
+def _check_validation_rows(
+    name: str, args: Any, rows: int, choosing: int, set_aside: Callable[[int], int] | None
+) -> None:
     if not args.needs_values or args.objective == "stability":
         return
     try:
         check_pool(args, rows, args.world_size)
     except ConfigError as error:
-        enough = next((n for n in range(rows + 1, 10_000) if _suffice(args, n)), None)
-        more = "" if enough is None else f" ({enough + choosing} in all are enough)"
+        remedies = list(pool_remedies(args, rows, args.world_size))
+        enough = in_all = enough_rows(args, rows, args.world_size)
+        if set_aside is not None and enough is not None:
+            trusted = rows + choosing
+            if (fewer := min(choosing - 1, trusted - enough)) >= 2:
+                remedies.append(f"choosing_rows={fewer} (--choosing_rows {fewer})")
+            more = (n for n in range(trusted + 1, 20_000) if n - set_aside(n) >= enough)
+            in_all = next(more, None)
+        said = "" if in_all is None else f" ({in_all}{' in all' if set_aside else ''} are enough)"
         raise ConfigError(
             f"the arm '{name}' has too few validation rows",
             got=f"{choosing} rows that choose among the arms, and of the others {error.got}",
             why="rows that choose may not be valued against, and some are held out of every step",
-            remedy=f"more validation rows{more}, a smaller validation_batch_size or choosing_rows, "
-            "or held_out_share=0",
+            remedy=", or ".join([f"more validation rows{said}", *remedies]),
         ) from None
-
-
-def _suffice(args: Any, rows: int) -> bool:
-    try:
-        check_pool(args, rows, args.world_size)
-    except ConfigError:
-        return False
-    return True
 
 
 def reads_weights(args: Mapping[str, Any]) -> list[str]:
@@ -553,7 +570,7 @@ class Race:
         for name, own in facts.items():
             check_rows(own["prompts"], f"{name} rows")
         steps = whole_run(trainer)
-        looks = list(looks_of(steps, self._config.looks))
+        looks = list(looks_of(steps, self._config.looks, partial(_longer, trainer)))
         own = {"looks": looks, "rows": facts, "start": _start(trainer), "run": trainer.run_facts()}
         return RaceState({"steps": steps, **self._settings(), **own})
 
@@ -644,6 +661,14 @@ def whole_run(trainer: Any) -> int:
     in_epoch = max(-(-batches // args.gradient_accumulation_steps), 1)
     steps: int = math.ceil(args.num_train_epochs * in_epoch)
     return steps
+
+
+def _longer(trainer: Any, wanted: int) -> str:
+    """Options with which the run of a trainer has so many steps, for a message."""
+    world, rows = Ranks(trainer.accelerator).world, trainer.train_dataset
+    # Of a stream max_steps says it, or it is no race.
+    count = len(rows) if hasattr(rows, "__len__") else 0
+    return Schedule.of(trainer.args, count, world).in_words(wanted)
 
 
 def _start(trainer: Any) -> str | None:

@@ -72,7 +72,7 @@ from alphatoken.train.refusals import (
     refused_datasets,
     refused_runs,
 )
-from alphatoken.train.row_weights import weights_in_batches
+from alphatoken.train.row_weights import require_a_weight, weights_in_batches
 from alphatoken.train.run_rows import RunRows, prepare_run_rows
 from alphatoken.train.step_rows import StepRows
 from alphatoken.train.trainer_arguments import bind_arguments, load_model_and_tokenizer
@@ -204,6 +204,8 @@ class AlphaTrainerMixin(TrainerInterface):
         with unsaid(self.BASE.__module__, "your model is already instantiated"):
             super().__init__(**arguments)
         check_left(arguments.get("train_dataset"), self.train_dataset, self.args)
+        if self.row_weights != "refused":
+            require_a_weight(self.train_dataset)
         if datasets["fisher"] is None and getattr(options, "packing", False):
             # Of a packed row only what precedes its first label would be a prompt.
             datasets = {**datasets, "fisher": arguments.get("train_dataset")}

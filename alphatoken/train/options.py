@@ -17,6 +17,7 @@ from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies import (
     STANDS_FOR,
     TRAINER_POLICIES,
+    UNTOUCHED,
     chosen_policy,
     find_policy,
     policy,
@@ -87,6 +88,13 @@ class AlphaOptions(AlphaFields):
                 got=f"estimator={self.estimator!r}",
                 remedy=f"policy='top' ranks by the values of {self.estimator!r}",
             )
+        if self.policy in UNTOUCHED and self.kept_normalization != "response":
+            raise ConfigError(
+                f"kept_normalization has no effect on policy '{self.policy}'",
+                got=f"kept_normalization={self.kept_normalization!r}",
+                why="the trainer below is left as it is, and divides its loss by itself",
+                remedy="leave it out, or policy='all', which trains on the same tokens",
+            )
         for name, value in stands_for.items():
             setattr(self, name, value)
         if self.policy in TRAINER_POLICIES and arguments:
@@ -131,12 +139,18 @@ class AlphaOptions(AlphaFields):
     @property
     def weighs(self) -> bool:
         """True if any token is valued or weighed; if not, the trainer is the one below it."""
-        return self.policy != "all" or self.needs_values
+        # Whether values are exported says nothing of what divides the loss.
+        return self.policy != "all" or self.needs_values or self.kept_normalization == "sum"
 
     @property
     def reads_fisher(self) -> bool:
         """True if the stability term is a Fisher's."""
         return self.objective != "adaptation" and self.retention in ("diagonal", "kronecker")
+
+    @property
+    def reads_retention(self) -> bool:
+        """True if the stability term is the loss of retention rows."""
+        return self.objective != "adaptation" and self.retention == "data"
 
     @property
     def needs_values(self) -> bool:

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,6 +146,9 @@ class PolicyStage:
         tokenizer: of the model.
         run: options of the trainer that the result of ``train`` depends on, as JSON values.
         autocast: the run's precision, for a pass that values rows as the run would.
+        rows_of_step: training rows of an optimizer step, over all micro-batches and processes; None
+            where it is not known, as of packed rows.
+        steps: optimizer steps of the run; None where it is not known.
     """
 
     model: Any
@@ -159,6 +163,8 @@ class PolicyStage:
     run: Mapping[str, Any] = field(default_factory=dict)
     # A default in the class would have the documentation list it twice.
     autocast: Callable[[], AbstractContextManager[Any]] = field(default_factory=lambda: nullcontext)
+    rows_of_step: int | None = None
+    steps: int | None = None
 
 
 ATTRIBUTES = {
@@ -246,9 +252,12 @@ class TokenPolicy:
         self._settings = self._settings or settings
 
     def arguments(self) -> dict[str, Any]:
-        """Class, plain attributes and settings; a resumed run must have the same."""
-        plain = (bool, int, float, str, tuple, list, dict, type(None))
-        own = {k: v for k, v in vars(self).items() if isinstance(v, plain) and k[0] != "_"}
+        """Class, attributes that are data, and settings; a resumed run must have the same."""
+        plain = (bool, int, float, str, tuple, list, dict, type(None), Tensor, np.ndarray)
+        named = {k: v for k, v in vars(self).items() if k[0] != "_"}
+        # In an order of their own, which is another one in each process.
+        sets = {k: sorted(v, key=str) for k, v in named.items() if isinstance(v, (set, frozenset))}
+        own = {k: sets.get(k, v) for k, v in named.items() if k in sets or isinstance(v, plain)}
         kind = type(self).__qualname__
         return {"class": kind, "own": own, "settings": asdict(self.settings)}
 

@@ -21,16 +21,19 @@ from transformers import PrinterCallback
 
 from alphatoken.errors import ConfigError, InputError, UnsupportedError
 from alphatoken.model.loading import text_tokenizer
+from alphatoken.support.resume import plain_values
 from alphatoken.support.storage import write_json
 from alphatoken.train.distributed import Ranks, cache_folder, layout, on_accelerator
 from alphatoken.train.fields import AlphaFields
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.manifest import policy_record, run_options
+from alphatoken.train.policies import OF_VALUES
 from alphatoken.train.policies.builtin import RATIO_POLICIES
 from alphatoken.train.policies.trained_weights import copied
 from alphatoken.train.policy import Columns, PolicyStage, TokenPolicy, has_pass
 from alphatoken.train.python_rows import plain_rows
 from alphatoken.train.refusals import check_tokens
+from alphatoken.train.steps import Schedule
 from alphatoken.train.trainer_loss import selecting
 
 _PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -168,20 +171,34 @@ def _stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> P
     if policy.needs.validation:
         validation_rows = trainer.prepare_rows(validation, "validation")
         check_tokens(validation_rows, trainer.model, "validation")
+    rows = TrainingRows(trainer)
+    schedule = Schedule.of(options, len(rows), Ranks(trainer.accelerator).world)
     can_train_copies = layout(trainer.accelerator) == "single" and policy.family != "preference"
     return PolicyStage(
         model=trainer.model,
-        rows=TrainingRows(trainer),
+        rows=rows,
         validation=validation_rows,
         row_batch=trainer.row_batch,
         folder=cache_folder(options.policy_cache, options.output_dir, "policies"),
         batch_size=options.per_device_eval_batch_size,
         progress=False if options.disable_tqdm else None,
         train=partial(_train_copy, trainer) if can_train_copies else None,
-        run=run_options(options),
+        run={**run_options(options), **_handed_over(trainer)},
         tokenizer=text_tokenizer(trainer.processing_class),
         autocast=trainer.accelerator.autocast,
+        rows_of_step=None if getattr(options, "packing", False) else schedule.rows_of_step,
+        steps=schedule.steps,
     )
+
+
+def _handed_over(trainer: TrainerInterface) -> dict[str, Any]:
+    """What a copy is trained with and no option names, as JSON values; empty without it."""
+    parts: dict[str, Any] = {}
+    if (optimizer := _optimizer_of(trainer, {})) is not None:
+        parts["optimizer"] = optimizer
+    if (collator := trainer.own_collator) is not None:
+        parts["data_collator"] = (collator, getattr(collator, "__dict__", {}))
+    return {f"{name} handed over": plain_values(part) for name, part in parts.items()}
 
 
 def _select(dataset: Any, chosen: Sequence[int], name: str) -> Any:
@@ -233,7 +250,7 @@ def _train_copy(
     own_folder = kept / f"run-{secrets.token_hex(4)}"
     plain: dict[str, Any] = {
         "policy": "all", "policy_options": None, "policy_mode": "native",
-        "keep_ratio": AlphaFields.keep_ratio,
+        "keep_ratio": AlphaFields.keep_ratio, **OF_VALUES,
         "export_values": False, "report_to": [],
         "save_strategy": "no", "eval_strategy": "no", "push_to_hub": False,
         "eval_on_start": False, "load_best_model_at_end": False, "resume_from_checkpoint": None,

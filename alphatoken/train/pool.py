@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from alphatoken.errors import ConfigError
+from alphatoken.errors import ConfigError, counted
 
 
 def _shuffled(rows: Sequence[int], *key: object) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class ValidationPool:
         if len(drawn) < needed:
             raise ConfigError(
                 "the validation set is too small",
-                got=f"{self.size} rows, {held_count} held out, "
+                got=f"{counted(self.size, 'rows')}, {held_count} held out, "
                 f"{len(drawn)} left to draw {needed} from",
                 why="a batch would hold the same row twice, or none",
                 remedy="give more rows, a smaller batch, or held_out_share=0",

@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from alphatoken.config import WALK
+from alphatoken.errors import AlphaTokenWarning, warn_caller
 from alphatoken.model.batch import IGNORE
 from alphatoken.model.loading import model_name, text_tokenizer
 from alphatoken.score.meaning import Meaning
@@ -86,15 +87,22 @@ class TrainMonitor:
         self._look: dict[str, float] = {}
         self._derivatives: dict[str, float] = {}
         self._scoring = self._direction = 0.0
+        # By optimizer step: response and kept tokens, on the device until a log is due.
+        self._steps: dict[int, Tensor] = {}
+        self._warned = False
 
     @torch.no_grad()
-    def record(self, weights: Tensor, mask: Tensor, values: TokenValues | None) -> None:
+    def record(
+        self, weights: Tensor, mask: Tensor, values: TokenValues | None, step: int | None = None
+    ) -> None:
         """Add one micro-batch of this process.
 
         Args:
             weights: (b, t) training weight of each token.
             mask: (b, t) response tokens.
             values: their values, where the policy needs them.
+            step: the optimizer step, which learns nothing without a weight; None where the loss is
+                the policy's own.
         """
         wide = torch.float32 if mask.device.type == "mps" else torch.float64  # MPS has no float64
         kept = weights.detach() * mask
@@ -107,6 +115,9 @@ class TrainMonitor:
         # Sums stay on the device until a log is due: reading one would wait for it.
         counts = torch.stack([count.to(mask.device, wide) for count in columns])
         self._counts = counts if self._counts is None else self._counts.to(counts) + counts
+        if step is not None:
+            before = self._steps.get(step)
+            self._steps[step] = counts[:2] if before is None else before.to(counts) + counts[:2]
         if values is not None and values.balance:
             self._balance = values.balance
         if values is not None and (way := values.derivative) is not None:
@@ -138,6 +149,7 @@ class TrainMonitor:
         weights, ``(sum w)^2 / sum w^2``, over response tokens (the same for masks).
         """
         parts = gather_object([self.state_values()])
+        self._warn_of_empty(parts)
         counts = torch.tensor([part["counts"] for part in parts], dtype=torch.float64).sum(0)
         response, kept, weight, square = counts.tolist()
         statistics = {"response_tokens": response}
@@ -157,6 +169,27 @@ class TrainMonitor:
         self._scoring = self._direction = 0.0
         return {f"alpha/{name}": float(value) for name, value in statistics.items()}
 
+    def end(self) -> None:
+        """Look at the steps since the last log, over all processes (each calls it)."""
+        self._warn_of_empty(gather_object([self.state_values()]))
+
+    def _warn_of_empty(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Warn once of steps in which no process has a token with a weight; forget the steps."""
+        sums: dict[int, list[float]] = {}
+        for step, *counts in (entry for part in parts for entry in part["steps"]):
+            before = sums.get(int(step), [0.0] * len(counts))
+            sums[int(step)] = [a + b for a, b in zip(before, counts, strict=True)]
+        self._steps = {}
+        empty = [step for step, (response, kept) in sorted(sums.items()) if response and not kept]
+        if empty and not self._warned:
+            self._warned = True
+            warn_caller(
+                f"step {empty[0]} learned nothing: each of its {sums[empty[0]][0]:.0f} response "
+                f"tokens has the weight 0, as in {len(empty)} of the {len(sums)} steps up to this "
+                "log. Later ones are not warned of; alpha/kept_share counts them",
+                AlphaTokenWarning,
+            )
+
     def derivatives(self) -> dict[str, float]:
         """Ways of the run's label values -> largest error, over all processes (each calls it)."""
         errors: dict[str, float] = {}
@@ -169,6 +202,7 @@ class TrainMonitor:
         """Statistics gathered since the last log, as JSON values that restore bitwise."""
         return {
             "counts": [0.0] * 4 if self._counts is None else self._counts.tolist(),
+            "steps": [[step, *counts.tolist()] for step, counts in self._steps.items()],
             "balance": self._balance,
             "look": self._look,
             "derivatives": self._derivatives,
@@ -179,6 +213,10 @@ class TrainMonitor:
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_values` returned."""
         self._counts = torch.tensor(values["counts"], dtype=torch.float64)
+        self._steps = {
+            int(step): torch.tensor(counts, dtype=torch.float64)
+            for step, *counts in values.get("steps", ())
+        }
         self._balance, self._look = dict(values["balance"]), dict(values["look"])
         self._derivatives = dict(values["derivatives"])
         self._scoring, self._direction = float(values["scoring"]), float(values["direction"])
@@ -250,6 +288,8 @@ class RunRecords:
         values: TokenValues | None,
         weights: Tensor,
         factor: float | Tensor = 1.0,
+        *,
+        own_loss: bool = False,
     ) -> None:
         """Write down what one micro-batch is trained with.
 
@@ -258,14 +298,17 @@ class RunRecords:
             values: of its tokens, where the policy needs them.
             weights: (b, t) of its tokens, before the loss is normalised.
             factor: on the weights in the loss; see ``divisor_factor``.
+            own_loss: the policy's loss stands in place of the trainer's.
         """
         if self.listener is not None:
             self.listener(batch.mask, weights)
-        self.monitor.record(weights=weights, mask=batch.mask, values=values)
+        step = self._trainer.state.global_step
+        self.monitor.record(
+            weights=weights, mask=batch.mask, values=values, step=None if own_loss else step
+        )
         if values is None or not self._trainer.args.export_values:
             return
         rate = float(self._trainer.optimizer.param_groups[0]["lr"])
-        step = self._trainer.state.global_step
         self._unwritten.append(partial(self._write, batch, values, weights, factor, rate, step))
         # On a device each number that is read waits for the step, so several are read together.
         if on_host(batch.mask) or len(self._unwritten) >= _UNWRITTEN:
@@ -289,6 +332,7 @@ class RunRecords:
         trainer = self._trainer
         args = trainer.args
         # Every process takes part in gathering, also those that write nothing.
+        self.monitor.end()
         whole = self._all_ledgers() if args.export_values else None
         derivatives = self.monitor.derivatives() if args.export_values else {}
         if not args.should_save:

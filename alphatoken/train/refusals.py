@@ -171,6 +171,14 @@ def refused_datasets(
             why="nothing would read it",
             remedy="leave it out, or objective='both' with retention='diagonal' or 'kronecker'",
         )
+    if datasets["retention"] is not None and not args.reads_retention:
+        yield ConfigError(
+            "retention_dataset is given, and no retention rows are wanted",
+            got=f"objective={args.objective!r}, retention={args.retention!r}",
+            why="nothing would read it",
+            remedy="leave it out, or objective='both' with retention='data'; a race measures "
+            "retention_rows",
+        )
     if policy is None:
         return
     no_validation = datasets["validation"] is None
@@ -189,8 +197,7 @@ def refused_datasets(
             remedy="pass validation_dataset=..., or value nothing: policy='standard' (all "
             "tokens) or 'random'",
         )
-    retains = args.retention == "data" and args.objective != "adaptation"
-    if policy.needs.values and retains and datasets["retention"] is None:
+    if policy.needs.values and args.reads_retention and datasets["retention"] is None:
         yield ConfigError(
             "retention='data' needs a retention dataset",
             remedy="pass retention_dataset=..., or retention='none'",
@@ -261,19 +268,78 @@ def check_pool(args: Any, rows: int, processes: int) -> ValidationPool:
     """The validation pool of so many rows, of which every process has a share at every step.
 
     Raises:
-        ConfigError: too few rows for the batch, or for the processes.
+        ConfigError: too few rows for the batch, or for the processes; its remedies are such that
+            help.
     """
+    try:
+        return _pool(args, rows, processes)
+    except ConfigError as error:
+        remedies = list(pool_remedies(args, rows, processes))
+        if (enough := enough_rows(args, rows, processes)) is not None:
+            remedies.insert(0, f"more validation rows ({enough} are enough)")
+        elif not remedies:  # a batch below the processes, whatever the rows
+            larger = {"validation_batch_size": processes}
+            enough = enough_rows(args, rows, processes, **larger)
+            remedies = [f"more validation rows ({enough} are enough) with {_in_words(larger)}"]
+        remedy = ", or ".join(remedies)
+        raise ConfigError(error.what, got=error.got, why=error.why, remedy=remedy) from None
+
+
+def _pool(args: Any, rows: int, processes: int, **changed: Any) -> ValidationPool:
+    """The same by the options ``changed``; the error is that of the pool itself."""
+    names = (
+        "validation_batch_size", "validation_mode", "held_out_share", "held_out_steps", "value_seed"
+    )  # fmt: skip
+    own = {**{name: getattr(args, name) for name in names}, **changed}
     pool = ValidationPool(
         rows,
-        args.validation_batch_size,
-        mode=args.validation_mode,
-        held_out_share=args.held_out_share if args.held_out_steps else 0.0,
-        seed=args.value_seed,
+        own["validation_batch_size"],
+        mode=own["validation_mode"],
+        held_out_share=own["held_out_share"] if own["held_out_steps"] else 0.0,
+        seed=own["value_seed"],
     )
     ValidationPool.share_of(pool.rows(0), 0, processes)
     if pool.held_out:
         ValidationPool.share_of(pool.held_out, 0, processes)
     return pool
+
+
+def _has_pool(args: Any, rows: int, processes: int, **changed: Any) -> bool:
+    try:
+        _pool(args, rows, processes, **changed)
+    except ConfigError:
+        return False
+    return True
+
+
+def enough_rows(args: Any, rows: int, processes: int, **changed: Any) -> int | None:
+    """The smallest number of validation rows above ``rows`` that the pool of a run can be of."""
+    more = range(rows + 1, 10_000)
+    return next((n for n in more if _has_pool(args, n, processes, **changed)), None)
+
+
+def pool_remedies(args: Any, rows: int, processes: int) -> Iterator[str]:
+    """Options by which so few validation rows are enough, as in Python and for a shell.
+
+    One option where one will do, else both that are needed; none where nothing but rows helps.
+    """
+    size, all_drawn = args.validation_batch_size, {"held_out_share": 0}
+    sizes = [
+        {"validation_batch_size": n} for n in (*range(size - 1, 0, -1), *range(size + 1, rows + 1))
+    ]
+    single = [next((own for own in sizes if _has_pool(args, rows, processes, **own)), None)]
+    single += [all_drawn if _has_pool(args, rows, processes, **all_drawn) else None]
+    found = [own for own in single if own is not None]
+    if not found:
+        both = ({**all_drawn, **own} for own in sizes)
+        found = [own for own in both if _has_pool(args, rows, processes, **own)][:1]
+    yield from map(_in_words, found)
+
+
+def _in_words(options: Mapping[str, Any]) -> str:
+    """Options as in Python and, in brackets, as for a shell."""
+    python = " and ".join(f"{name}={value}" for name, value in options.items())
+    return f"{python} ({' '.join(f'--{name} {value}' for name, value in options.items())})"
 
 
 def check_lengths(

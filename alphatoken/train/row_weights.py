@@ -34,8 +34,9 @@ from alphatoken.data.weights import (
     parted,
     turn_weights,
 )
-from alphatoken.errors import DataError
-from alphatoken.train.python_rows import form_of
+from alphatoken.errors import DataError, InputError
+from alphatoken.model.batch import IGNORE
+from alphatoken.train.python_rows import form_of, plain_rows
 from alphatoken.train.trainer_loss import ROW_WEIGHTS_KEY
 
 _SIDES = ("chosen", "rejected")
@@ -215,6 +216,41 @@ class RowWeightsCollator:
         batch = self._weighted(rows)
         batch[ROW_WEIGHTS_KEY] = batch.pop(LOSS_WEIGHTS)
         return batch
+
+
+# --- all rows -------------------------------------------------------------------------------------
+
+
+def require_a_weight(rows: Any) -> None:
+    """Refuse prepared training rows of which no learned token has a weight.
+
+    Args:
+        rows: with their weights; of a stream nothing is known yet.
+
+    Raises:
+        InputError: every one is 0.
+    """
+    if not hasattr(rows, "__len__") or any(map(_learns, plain_rows(rows))):
+        return
+    raise InputError(
+        "every weight of the training rows is 0",
+        got=f"{len(rows)} rows, and none has a token that is learned",
+        why="the run would leave the model as it is",
+        remedy="weights above 0 on what is to be learned; policy='all' trains on every token",
+    )
+
+
+def _learns(row: Mapping[str, Any]) -> bool:
+    """Whether a learned token of a row has a weight; nothing predicts the first one."""
+    if any(name in row for name in PAIR_WEIGHTS):
+        return any(any(row[name]) for name in PAIR_WEIGHTS)
+    weights = row.get(LOSS_WEIGHTS)
+    labels = row.get("labels", row.get("input_ids"))
+    if weights is None or labels is None:
+        return True
+    return any(
+        w != 0 and label != IGNORE for w, label in zip(weights[1:], labels[1:], strict=False)
+    )
 
 
 # --- batches --------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def prepare_run_rows(
         check_lengths(adapter, validation_rows, "validation", trainer.row_length)
         check_tokens(validation_rows, trainer.model, "validation")
     retention_rows: list[dict[str, Any]] = []
-    if options.retention == "data" and options.objective != "adaptation":
+    if options.reads_retention:
         retention_rows = trainer.prepare_rows(retention, "retention")
         check_tokens(retention_rows, trainer.model, "retention")
     if options.reads_fisher:

@@ -250,7 +250,8 @@ class Weigher:
                 self._refuse_divisor(kept, (kept <= 0) & trained.any())
             factor = divisor_factor(trained, batch, self._divisor, plan.kept_share)
             coefficients = run.final_coefficients(proxy, coefficients, trained, inputs)
-        self._records.micro_batch(batch, values, weights, factor)
+        replaced = own_loss is not None
+        self._records.micro_batch(batch, values, weights, factor, own_loss=replaced)
         update = proxy.surrogate(loss, coefficients, trained * factor)
         # A term of the policy's loss that reaches the model by another forward has its graph here.
         return update if own_loss is None else update + (own_loss - own_loss.detach())

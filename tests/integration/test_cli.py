@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from safetensors.torch import load_file
 
 from alphatoken import FisherDrift, Scorer, ScorerConfig
 from alphatoken.cli import main
+from alphatoken.cli.program import Command, run_program
 from alphatoken.data import Example, batches
 from alphatoken.direction import contraction
 from alphatoken.score import ScoredExample, read_values, value_files
@@ -498,6 +501,64 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     first, second = capsys.readouterr().err.splitlines()
     assert "no command 'scores'; did you mean 'score'? Commands: show, score" in first
     assert "no command 'xyz'. Commands: show, score" in second
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["score", "--trian_file", "x"], "Got: --trian_file. Remedy: did you mean --train_file?"),
+        (["score", "--valdation-file=x"], "did you mean --validation_file?"),
+        (["diagnose", "data", "--validation_fil", "x"], "did you mean --validation_file?"),
+        (["fisher", "--mesages_column", "x"], "did you mean --messages_column?"),
+        (["score", "--qwxyz"], "Remedy: alphatoken score --help_all lists them."),
+    ],
+)
+def test_an_option_that_is_misspelt_is_said_before_one_that_is_missing(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("alphatoken: there is no such option. Got: --")
+    assert said in error
+
+
+NOISE = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from "
+    "kernels-community: %s. Please make sure you already `pip install kernels`",
+    "DeepSpeed": "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable",
+}
+PINNED = "'pin_memory' argument is set as true but no accelerator is found, then device pinned"
+
+
+def say_much(words: list[str]) -> None:
+    """A command that says what other libraries do, and one line more of each."""
+    for name, text in NOISE.items():
+        log = logging.getLogger(name)
+        log.warning(text, *["no kernels"] * text.count("%s"))
+        log.warning("something else of %s", name)
+    warnings.warn(PINNED, stacklevel=1)
+    warnings.warn("something else of torch", stacklevel=1)
+
+
+@pytest.mark.filterwarnings("always")
+def test_lines_of_other_libraries_that_say_nothing_are_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These alone, and in a command alone."""
+    said: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    monkeypatch.setattr(warnings, "showwarning", lambda text, *_, **__: said.append(str(text)))
+    monkeypatch.setattr(warnings, "filters", [("always", None, Warning, None, 0)])
+    for name in NOISE:
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler])
+    commands = {"noisy": Command("", "tests.integration.test_cli:say_much")}
+    assert run_program("alphatoken", "", "", commands, ["noisy"]) == 0
+    others = [f"something else of {name}" for name in (*NOISE, "torch")]
+    assert said == others
+    said.clear()
+    say_much([])
+    assert len(said) == 2 * len(others)
 
 
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,6 +209,21 @@ def test_a_fisher_that_would_go_unread_is_refused(
         load("sft", tmp_path, "--train_file", file, *own, *more, small=False)
 
 
+def test_retention_rows_that_would_go_unread_are_refused(tmp_path: Path) -> None:
+    """What is typed; of a recipe, which serves several objectives, they give way."""
+    file = str(jsonl(tmp_path / "train.jsonl", rows(20)))
+    words = ("--train_file", file, "--validation_rows", "2")
+    for more in ((), ("--retention", "data", "--objective", "adaptation")):
+        with pytest.raises(ConfigError, match="retention_data is given, and no retention rows"):
+            load("sft", tmp_path, *words, "--retention_data", file, *more, small=False)
+    (tmp_path / "own.yaml").write_text(f"retention_data: {file}\n")
+    words = ("--config", str(tmp_path / "own.yaml"), *words, "--use_cpu", "--bf16", "false")
+    for more, left in (((), ("retention_data",)), (("--retention", "data"), ())):
+        arguments = read_arguments("sft", [*words, *more], AlphaSFTConfig)
+        assert arguments.unread == left
+        assert (arguments.data.retention_data is None) == bool(left)
+
+
 def test_prompts_of_a_recipe_give_way_where_no_fisher_is_wanted(tmp_path: Path) -> None:
     """A recipe serves several objectives; what is typed is refused, as above."""
     file = str(jsonl(tmp_path / "train.jsonl", rows(20)))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from alphatoken.errors import AlphaTokenWarning
 from alphatoken.train.records import TrainMonitor
 from alphatoken.values import TokenValues
 
@@ -87,6 +88,33 @@ def test_processes_together_are_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [monitor(batches[2:]).state_values(), TrainMonitor().state_values()]
     monkeypatch.setattr("alphatoken.train.records.gather_object", lambda own: [*own, *others])
     assert monitor(batches[:2]).logs() == pytest.approx(whole, rel=1e-12)
+
+
+def test_a_step_that_learns_nothing_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is all its micro-batches on all processes, and a checkpoint may lie between them."""
+    mask = torch.tensor([[False, True, True]])
+    none, one = torch.zeros(1, 3), torch.tensor([[0.0, 0.0, -0.5]])
+
+    def recorded(*batches: tuple[int | None, torch.Tensor]) -> TrainMonitor:
+        made = TrainMonitor()
+        for step, weights in batches:
+            made.record(weights, mask, None, step)
+        return made
+
+    first = recorded((0, none), (0, one), (1, none), (1, none), (2, one), (3, none))
+    with pytest.warns(AlphaTokenWarning, match="step 1 learned nothing: each of its 4 .* 2 of the"):
+        reloaded(first).logs()
+    with pytest.warns(AlphaTokenWarning, match="step 1 learned nothing"):
+        first.end()
+    first.record(none, mask, None, 4)
+    first.logs()  # once is enough
+    recorded((None, none)).logs()  # the policy's loss may learn of it
+    empty = TrainMonitor()
+    empty.record(none, mask & False, None, 0)
+    empty.logs()  # there was nothing to learn
+    others = [recorded((0, one), (1, one)).state_values()]
+    monkeypatch.setattr("alphatoken.train.records.gather_object", lambda own: [*own, *others])
+    recorded((0, none), (1, none)).logs()
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3])

@@ -434,6 +434,48 @@ def test_runs_that_are_refused(tmp_path: Path, make: Callable[[Path], Any], word
         make(tmp_path)
 
 
+def _zeros(kind: str) -> tuple[Any, dict[str, Any]]:
+    """A trainer's maker, and rows of which no learned token has a weight."""
+    if kind == "pairs":
+        rows = [{**row, "weight": 0.0} for row in tiny.preference_rows(6)]
+        return own_dpo, {"train_dataset": rows, "ref_model": tiny.model(1)}
+    if kind == "texts":
+        return own_sft, {"train_dataset": [{**row, "weight": 0.0} for row in sums(6)]}
+    rows = [dict(row) for row in tiny.tokenised(6)]
+    for row in rows:  # all on the prompts, of which nothing is learned
+        row["loss_weights"] = [float(label == -100) for label in row["labels"]]
+    if kind == "packed":
+        return own_sft, {"train_dataset": rows, "packing": True}
+    maker = partial(tiny.made, AlphaTrainer, policy="weights", data_collator=tiny.padded)
+    return (maker if kind == "transformers" else own_sft), {"train_dataset": rows}
+
+
+@pytest.mark.parametrize("kind", ["texts", "tokens", "packed", "pairs", "transformers"])
+def test_rows_of_which_nothing_is_learned_are_refused(tmp_path: Path, kind: str) -> None:
+    """Before any work; one token with a weight is enough."""
+    make, more = _zeros(kind)
+    with pytest.raises(InputError, match=r"every weight of the training rows is 0"):
+        make(tmp_path, **more)
+    rows = [dict(row) for row in more["train_dataset"]]
+    if kind == "texts":
+        rows[-1]["weight"] = 1e-3
+    elif kind == "pairs":
+        rows[-1] |= {"weight": 1.0, "chosen_weight": 0.0, "rejected_weight": 0.5}
+        rows = [{"chosen_weight": 0.0, "rejected_weight": 0.0, **row} for row in rows]
+    else:
+        rows[-1]["loss_weights"][-1] = 1e-3
+    make(tmp_path, **{**more, "train_dataset": rows})
+
+
+def test_a_step_of_which_nothing_is_learned_is_warned_of(tmp_path: Path) -> None:
+    """At the end of the run too, where no log was due before."""
+    rows = [{**row, "weight": float(n < 4)} for n, row in enumerate(sums(8))]
+    options = {"train_sampling_strategy": "sequential", "max_steps": 2, "logging_steps": 50}
+    trainer = own_sft(tmp_path, train_dataset=rows, **options)
+    with pytest.warns(AlphaTokenWarning, match="step 1 learned nothing.*1 of the 2 steps"):
+        trainer.train()
+
+
 def test_negative_weights_where_they_are_meant(tmp_path: Path) -> None:
     """The policy as an object; a step goes the other way."""
     rows = [{**row, "weight": -1.0} for row in sums(8)]

@@ -534,3 +534,55 @@ def test_ratios_that_are_handed_over_are_told_apart_when_a_run_resumes(tmp_path:
     named = tiny.made(AlphaSFTTrainer, tmp_path / "named", keep_ratio=0.25, **arguments).run_facts()
     other = tiny.made(AlphaSFTTrainer, tmp_path / "other", keep_ratio=0.5, **arguments).run_facts()
     assert named["data"] == other["data"]
+
+
+# --- what divides the loss of every token ---------------------------------------------------------
+
+
+def test_a_sum_over_every_token_is_one_whatever_is_exported(tmp_path: Path) -> None:
+    """A step is TRL's at a rate of as many times as it has tokens."""
+    shared = {**SGD, "max_steps": 1, "learning_rate": 1e-3}
+    own = {"policy": "all", "kept_normalization": "sum", "retention": "none"}
+    trained = [
+        tiny.sft(tmp_path / str(export), export_values=export, **own, **shared)
+        for export in (True, False)
+    ]
+    for trainer in trained:
+        trainer.train()
+    (tokens,) = logged(trained[1], "response_tokens")
+    trls = plain_sft(tmp_path / "trl", **{**shared, "learning_rate": 1e-3 * tokens})
+    trls.train()
+    assert furthest(trls, tiny.made(AlphaSFTTrainer, tmp_path / "start", policy="standard")) > 1e-3
+    for trainer in trained:
+        assert furthest(trainer, trls) < 1e-6
+
+
+def test_a_trainer_that_is_left_as_it_is_has_its_own_divisor(tmp_path: Path) -> None:
+    """What a recipe says of the divisor gives way, and that is said."""
+    for kind, policy in ((AlphaSFTConfig, "standard"), (AlphaDPOConfig, "dpo")):
+        with pytest.raises(ConfigError, match=f"no effect on policy '{policy}'"):
+            kind(**options(tmp_path), policy=policy, kept_normalization="kept")
+    (tmp_path / "own.yaml").write_text("policy: top\nkept_normalization: sum\n")
+    words = ["--config", str(tmp_path / "own.yaml"), "--policy", "standard", "--bf16", "false"]
+    read = read_arguments("sft", [*words, "--use_cpu", "true"], AlphaSFTConfig)
+    assert (read.training.kept_normalization, read.unread) == ("response", ("kept_normalization",))
+
+
+def test_a_model_that_was_trained_first_is_of_the_optimizer_handed_over(tmp_path: Path) -> None:
+    """What is kept of another run is not found by one with another optimizer or collator."""
+
+    def first(folder: str, **more: Any) -> Any:
+        made = {"validation_dataset": sft_rows(6, seed=5), "policy_options": {"epochs": 2}}
+        return sft(tmp_path / folder / "run", "validation-first", **made, **more)
+
+    def descent(rate: float) -> dict[str, Any]:
+        return {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": rate})}
+
+    alone = first("alone", **descent(0.1))
+    for more in ({}, descent(0.2), {"data_collator": tiny.padded, **descent(0.1)}):
+        first("shared", **more)
+    assert furthest(first("shared", **descent(0.1)), alone) == 0.0
+    kept = list((tmp_path / "shared" / "policies").glob("validation-first-*"))
+    assert len(kept) == 4
+    first("shared", **descent(0.1))
+    assert len(list((tmp_path / "shared" / "policies").glob("validation-first-*"))) == 4

@@ -267,7 +267,7 @@ def test_what_a_race_refuses_before_any_work(tmp_path: Path) -> None:
         ({"arms": {"walk": {"policy": "top", "estimator": "walk"}},
           "options": {"validation_mode": "pool", "validation_batch_size": 16}}, ConfigError,
          r"the arm 'walk' has too few validation rows. Got: [1-9]\d* rows that choose among the "
-         r"arms, and of the others 10 rows.*\(\d+ in all are enough\)"),
+         r"arms, and of the others 10 rows.*\(\d+ are enough\)"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             world.race(**changes)
@@ -446,6 +446,7 @@ def test_arms_without_the_rows_that_they_read_are_refused(tmp_path: Path) -> Non
     for changes, error, message in (
         ({"arms": {"half": HALF, "data": data}}, ConfigError, "needs a retention dataset"),
         ({"fisher_dataset": tiny.sft_rows(6, seed=21)}, ConfigError, "no Fisher is wanted"),
+        ({"retention_dataset": tiny.sft_rows(6, seed=21)}, ConfigError, "no retention rows are"),
         ({"arms": ["weights"]}, InputError, "no training row has a weight"),
         ({"arms": ["weights"], "train_dataset": negative}, DataError, "a weight is negative"),
         ({"arms": ["weights"], "train_dataset": rows}, InputError, "'loss_weights' has 1 entries"),
@@ -454,6 +455,16 @@ def test_arms_without_the_rows_that_they_read_are_refused(tmp_path: Path) -> Non
             world.race("refused", **changes)
         assert not (tmp_path / "refused" / "race.json").exists()
         assert not (tmp_path / "refused" / "arms").exists()
+
+
+def test_an_arm_gets_the_retention_rows_that_it_reads(tmp_path: Path) -> None:
+    """The others begin and train as without them."""
+    arms = {"half": HALF, "data": {**KEPT, "retention": "data"}}
+    more = {"retention_dataset": tiny.sft_rows(6, seed=21), "stop_after_looks": True, "looks": [2]}
+    both = World(tmp_path).race("both", arms=arms, **more).state.losses["2"]
+    del more["retention_dataset"]
+    alone = World(tmp_path).race("alone", arms={"half": HALF}, **more).state.losses["2"]
+    assert {name: both[name] for name in alone} == alone
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -519,6 +530,8 @@ def test_the_command_races_weights_of_the_rows(command: str, place: Path) -> Non
         for line in (raced, single):
             at = line.index("--validation_file")
             line[at : at + 2] = file
+        at = single.index("--walk_steps")  # which a run of these policies does not read
+        del single[at : at + 4]
         with declared(arm):
             assert main(["race", *raced, *own, *(["--dpo"] if command == "dpo" else [])]) == 0
         assert main([command, *single, *alone]) == 0

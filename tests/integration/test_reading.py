@@ -147,6 +147,32 @@ def test_named_columns_may_be_absent_from_held_out_rows() -> None:
     assert pair_of(pair, 0, "here", Fields(chosen="good", optional=True)).chosen[0].text == "b"
 
 
+@pytest.mark.parametrize(
+    ("record", "fields", "said"),
+    [
+        ({"messages": [{}]}, {"messages": "mesages"},
+         "did you mean 'messages'? The column is named by --messages_column (Fields(messages=..."),
+        ({"ask": "a", "answer": "b"}, {"prompt": "asks", "response": "answer"},
+         "did you mean 'ask'? The column is named by --prompt_column"),
+        ({"ask": "a", "reply": "b"}, {"prompt": "ask", "response": "replies"},
+         "did you mean 'reply'? The column is named by --response_column"),
+        ({"reply": "b"}, {"response": "replies"}, "named by --response_column"),
+        ({"reply": "b"}, {"response": "xyz"}, "Remedy: The column is named by --response_column"),
+        ({"prompt": "a", "good": "b", "bad": "c"}, {"chosen": "god", "rejected": "bad"},
+         "did you mean 'good'? The column is named by --chosen_column"),
+        ({"prompt": "a", "good": "b", "bad": "c"}, {"chosen": "good", "rejected": "bads"},
+         "did you mean 'bad'? The column is named by --rejected_column"),
+    ],
+)  # fmt: skip
+def test_a_named_column_that_is_not_there_is_said_with_its_option(
+    record: dict[str, Any], fields: dict[str, str], said: str
+) -> None:
+    read = pair_of if "chosen" in fields else row_of
+    with pytest.raises(DataError) as caught:
+        read(record, 0, "here", Fields(**fields))
+    assert said in str(caught.value)
+
+
 def test_a_pair_reads_its_prompt_as_a_row_does() -> None:
     pair = {"chosen": "cherry", "rejected": "plum"}
     question = {k: v for k, v in ASKED.items() if k != "output"}

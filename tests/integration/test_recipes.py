@@ -14,7 +14,7 @@ from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.race import _words
 from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
-from alphatoken.cli.training import check_launch
+from alphatoken.cli.training import changed_options, check_launch
 from alphatoken.cli.training_rows import RowReader, check_rows
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.race.arms import PACKAGED
@@ -209,7 +209,9 @@ def test_the_command_line_overrides_the_recipe() -> None:
 def test_what_a_recipe_says_of_values_gives_way_to_another_policy(tmp_path: Path) -> None:
     """Named on the command line or by a later recipe; what is said beside it is refused."""
     llama = "magicoder-llama"
-    assert {"keep_scope", "kept_normalization"} <= set(read(llama, "--policy", "stm").unread)
+    other = read(llama, "--policy", "stm")
+    assert {"keep_scope", "kept_normalization"} <= set(other.unread)
+    assert changed_options(other) == ["kept_normalization"]  # of the others nothing is lost
     assert read(llama, "--policy", "bottom").training.keep_scope == "global"
     later = tmp_path / "later.yaml"
     later.write_text("policy: stm\n")
@@ -329,10 +331,11 @@ def test_a_run_has_the_processes_that_it_is_meant_for(
         (["--config", "magicoder-lama"], "did you mean magicoder-llama"),
         (["--config", "no/such/file.yaml"], "no such recipe"),
         (["--config", "ultrafeedback-llama"], "for `alphatoken dpo`"),
-        (["--config", "magicoder-llama", "--keep_ration", "0.5"], "did you mean keep_ratio"),
+        (["--config", "magicoder-llama", "--keep_ration", "0.5"], "did you mean --keep_ratio?"),
+        (["--validation_fil", "x.jsonl"], "did you mean --validation_file?"),
         (["--config", "magicoder-llama", "--keep_ratio", "much"], "invalid float value"),
         (["--config", "magicoder-llama", "--keep_ratio", "0"], "ratio must lie in (0, 1]"),
-        (["--config", "magicoder-llama", "--policy", "best"], "`pip install ./lab` in a clone"),
+        (["--config", "magicoder-llama", "--policy", "best"], "known: top, random"),
         (["--model_name_or_path", "m", "--learning_rate"], "expected one argument"),
         (["--model_name_or_path", "m", "stray"], "belongs to no option"),
         ([], "no model is named"),

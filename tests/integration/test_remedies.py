@@ -158,8 +158,8 @@ SFT: Cases = {
     "a small pool": (
         {"validation_mode": "pool", "validation_batch_size": 12},
         {
-            "smaller batch": {"validation_batch_size": 6},
-            "held_out_share=0": {"held_out_share": 0.0},
+            "validation_batch_size=10 (--validation_batch_size 10)": {"validation_batch_size": 10},
+            "held_out_share=0 (--held_out_share 0)": {"held_out_share": 0.0},
         },
     ),
     "an optimizer without full state": (

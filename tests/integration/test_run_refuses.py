@@ -279,6 +279,16 @@ def config(folder: Path, **more: Any) -> AlphaSFTConfig:
     return AlphaSFTConfig(**{**options(folder), **ALPHA, **more})
 
 
+@pytest.mark.parametrize("more", [{}, {"retention": "data", "objective": "adaptation"}])
+def test_retention_rows_that_nothing_reads_are_refused(tmp_path: Path, more: Any) -> None:
+    """Under a control as under the run that it is compared with."""
+    for policy in ("top", "random"):
+        own = {"retention": "none", "retention_dataset": sft_rows(6, seed=7), **more}
+        with pytest.raises(AlphaTokenError, match="no retention rows are wanted"):
+            sft(tmp_path, policy=policy, **own)
+    sft(tmp_path, policy="random", **own | {"retention": "data", "objective": "both"})
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "torch_compile": {"torch_compile": True},
     "use_liger_kernel": {"use_liger_kernel": True},

@@ -212,8 +212,22 @@ def test_what_is_printed(folder: Path, capfd: pytest.CaptureFixture[str]) -> Non
         "1 row left out: the response is empty (shown.jsonl, line 2)",
         "",
         f"next: alphatoken sft --train_file {file} --max_length 20 --model_name_or_path "
-        f"{folder / 'model'} --on_bad_rows skip --policy weights --validation_rows 0",
+        f"{folder / 'model'} --policy weights --validation_rows 0",
     ]
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["without a response", "unreadable"])
+def test_the_next_command_leaves_out_what_would_stop_it(
+    bad: bool, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And no more: a row without a response is left out of training as it is."""
+    spoilt = {"prompt": "a"} if bad else {"prompt": "a", "response": ""}
+    file = written(folder, CHAT, spoilt, CHAT)
+    assert show(folder, file, "--rows", "1") == 0
+    command = capfd.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    assert ("--on_bad_rows skip" in command) == bad
+    words = ["--output_dir", str(tmp_path / "out"), "--use_cpu", "--bf16", "false", "--max_steps"]
+    assert main([*shlex.split(command)[1:], *words, "1", "--report_to", "none"]) == 0
 
 
 def test_tokens_that_limits_of_a_pair_take_are_counted(

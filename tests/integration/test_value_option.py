@@ -15,6 +15,7 @@ import pytest
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.diagnose_options import read_request
+from alphatoken.cli.training import changed_options
 from alphatoken.config import ValueOptions
 from alphatoken.errors import ConfigError
 from alphatoken.presets import written_options
@@ -237,6 +238,89 @@ def test_a_run_of_the_papers_values_says_what_was_measured(command: str, helps: 
     assert said.startswith("values: paper (")
     assert helps in said
     assert "as published" not in _about_values(read(command, "--value walk"))
+
+
+# --- what a policy without values does not read ---------------------------------------------------
+
+UNREAD = [
+    ("weights", "--value walk", "--value has no effect on policy 'weights'.*values no token"),
+    ("validation-mix", "--value paper", "--value has no effect on policy 'validation-mix'"),
+    ("weights", "--walk_steps 3", "walk_steps belongs to token values"),
+    ("walk-rows", "--estimator label", "estimator belongs to token values"),
+    ("validation-mix", "--direction_steps 4", "direction_steps belongs to token values"),
+    ("weights", "--keep_ratio 0.5", "--keep_ratio has no effect on policy 'weights'"),
+]
+
+
+@pytest.mark.parametrize(("policy", "words", "message"), UNREAD)
+def test_what_is_typed_and_no_policy_reads_is_refused(
+    policy: str, words: str, message: str
+) -> None:
+    """Also where it is a default; of a recipe it gives way, and says nothing of values."""
+    with pytest.raises(ConfigError, match=message):
+        read("sft", f"--policy {policy} {words}")
+    given = read("sft", f"--config laptop-sft --policy {policy}")
+    assert given.training.estimator == "alphatoken"
+    assert given.unread == ("keep_ratio",)
+    assert changed_options(given) == []  # a rule of its own says what is kept
+
+
+@pytest.mark.parametrize(
+    ("words", "beside"),
+    [
+        ("--lora_r 8", "--use_peft"),
+        ("--use_dora", "--use_peft"),
+        ("--bnb_4bit_quant_type fp4", "--use_peft --load_in_4bit true"),
+        ("--dataset_train_split test", "--dataset_name rows"),
+        ("--dataset_test_split test", None),
+        ("--ignore_bias_buffers", None),
+    ],
+)
+def test_what_is_typed_of_trl_and_has_no_effect_is_refused(words: str, beside: str | None) -> None:
+    """Such as a rank without an adapter, where every weight would be trained."""
+    name = words.split()[0]
+    for race in (False, True):
+        with pytest.raises(ConfigError, match=f"{name} has no effect"):
+            read("sft", words, race=race)
+        if beside is not None:
+            read("sft", f"{words} {beside}", race=race)
+
+
+@pytest.mark.parametrize("name", ["estimator", "walk_refresh", "scoring_forward"])
+def test_a_configuration_of_values_that_are_not_made_is_refused(name: str) -> None:
+    """Controls may have the options of the run that they are compared with."""
+    own = {"estimator": "walk", "walk_refresh": 3, "scoring_forward": "own"}[name]
+    options = {"use_cpu": True, "bf16": False, "estimator": "walk", name: own}
+    for policy in ("random", "all", "standard", "bottom"):
+        assert getattr(AlphaSFTConfig("o", policy=policy, **options), name) == own
+    del options["estimator"]
+    with pytest.raises(ConfigError, match=f"{name} belongs to token values, and policy 'weights'"):
+        AlphaSFTConfig("o", policy="weights", **{**options, name: own})
+
+
+def test_a_race_has_options_of_values_for_the_arms_that_read_them(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("command: race\nvalue: walk\npolicy: weights\nwalk_steps: 12\n")
+    words = f"--config {recipe}"
+    assert read("sft", words, race=True).training.estimator == "alphatoken"
+    valued = read("sft", words, "--policy", "top", race=True)
+    assert (valued.training.estimator, valued.training.walk_steps) == ("walk", 12)
+    with pytest.raises(ConfigError, match="walk_steps belongs to token values"):
+        read("sft", words, "--policy", "weights", "--walk_steps", "6", race=True)
+
+
+def test_what_a_control_does_not_read_is_said() -> None:
+    from alphatoken.cli.training import _about_unread
+
+    for words, said in (
+        ("--policy random --value walk --walk_steps 3 --keep_ratio 0.7",
+         ["policy 'random' values no token: nothing reads --value, --walk_steps"]),
+        ("--policy standard --keep_ratio 0.7",
+         ["policy 'all' trains on every token: nothing reads --keep_ratio"]),
+        ("--policy all --value walk", []),
+        ("--config laptop-sft --policy random", []),
+    ):  # fmt: skip
+        assert list(_about_unread(read("sft", words))) == said
 
 
 def test_settings_of_a_job_name_the_estimator(world: World, tmp_path: Path) -> None:

@@ -200,9 +200,17 @@ ALPHA: dict[str, Any] = {
 """Small values of our own options."""
 
 
-def _with_ours(more: dict[str, Any]) -> dict[str, Any]:
-    everything = {"layers": "all"} if more.get("parameters") == "all" else {}
-    return {**ALPHA, **everything, **more}
+def with_ours(more: dict[str, Any]) -> dict[str, Any]:
+    """Options, and small values of ours that the run of this policy takes beside them."""
+    from alphatoken.train.policies import OF_VALUES, unread_options
+    from alphatoken.train.policy import Needs
+
+    own = {**ALPHA, **({"layers": "all"} if more.get("parameters") == "all" else {})}
+    named = more if isinstance(more.get("policy", ""), str) else {**more, "policy": None}
+    unread = dict(unread_options(named, "sft"))
+    if not getattr(more.get("policy"), "needs", Needs(values=True)).values:
+        unread |= OF_VALUES
+    return {k: v for k, v in own.items() if k not in unread.keys() & OF_VALUES} | more
 
 
 def made(kind: Any, folder: Any, *, peft: bool = False, **more: Any) -> Any:
@@ -235,7 +243,7 @@ def sft(folder: Any, kind: Any = None, **more: Any) -> Any:
     """An ``AlphaSFTTrainer``, or a subclass, with small values of our own options."""
     from alphatoken.train import AlphaSFTTrainer
 
-    more = {"validation_dataset": sft_rows(12, seed=5), **_with_ours(more)}
+    more = {"validation_dataset": sft_rows(12, seed=5), **with_ours(more)}
     return made(kind or AlphaSFTTrainer, folder, **more)
 
 
@@ -243,7 +251,7 @@ def dpo(folder: Any, kind: Any = None, **more: Any) -> Any:
     """The same of preference pairs."""
     from alphatoken.train import AlphaDPOTrainer
 
-    more = {"validation_dataset": preference_rows(12, seed=5), **_with_ours(more)}
+    more = {"validation_dataset": preference_rows(12, seed=5), **with_ours(more)}
     return made(kind or AlphaDPOTrainer, folder, **more)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -174,8 +176,8 @@ TRAINERS = (
         ("train.records.RunRecords._write", " * float(factor)", "")),
     row("ledger-of-kept-tokens-divided-by-all", run_of(KEPT),
         "the ledger divides by the response tokens what the kept ones divide in the loss",
-        ("train.weigher.Weigher.loss", "values, weights, factor)",
-         "values, weights, 1.0 if self._divisor == 'kept' else factor)")),
+        ("train.weigher.Weigher.loss", "values, weights, factor,",
+         "values, weights, 1.0 if self._divisor == 'kept' else factor,")),
     row("step-of-a-sum-divided", run_of(FULL_SUM),
         "the full preconditioner at the mean gradient where the sum is descended",
         ("train.valuation.Valuation._step_weights",
@@ -354,7 +356,61 @@ def reference(case: str) -> Claim:
     return claim(check, case, examples=1, needs=NEEDS, tested=True)
 
 
+def unread(check: Callable[..., None], *example: Any) -> Claim:
+    """Of what a run does not read, or does not learn of."""
+    return claim(check, *example, examples=1, needs=NEEDS, tested=True)
+
+
+OF_VALUES = unread(test_rules.test_options_of_values_are_refused_where_there_are_none, "estimator")
+KEPT_ROWS = test_rules.test_retention_rows_are_refused_where_nothing_reads_them
+LEARNS = unread(test_rules.test_a_row_of_weights_learns_by_those_on_its_labels, [4, -100, -100, 6])
+NO_STEP = test_rules.test_a_step_learns_nothing_where_no_process_has_a_weight
+WARMED = unread(test_rules.test_a_kept_training_is_of_the_optimizer_and_collator_handed_over)
+TABLES = unread(test_rules.test_a_policys_tables_are_part_of_what_it_is)
+
 RULES = (
+    row("options-of-values-without-values", OF_VALUES,
+        "options of values are taken, and not read, beside a policy that values nothing",
+        ("train.policies._unread_of_values",
+         "chosen.needs.values or type(chosen) in _CONTROLS", "True")),
+    row("controls-without-the-options-of-their-run", OF_VALUES,
+        "a control is refused with the options of the run that it is compared with",
+        ("train.policies._unread_of_values", " or type(chosen) in _CONTROLS", "")),
+    row("retention-rows-that-nothing-reads", unread(KEPT_ROWS, "none", "both"),
+        "retention rows are handed over, and no term of the values reads them",
+        ("train.refusals.refused_datasets", "and not args.reads_retention", "and False")),
+    row("arms-with-retention-rows-of-others", unread(KEPT_ROWS, "data", "adaptation"),
+        "an arm of a race is refused for the retention rows of another one",
+        ("race.runner.datasets_of", ', "retention": args.reads_retention', "")),
+    row("a-sum-only-where-values-are-exported",
+        unread(test_rules.test_a_sum_is_weighed_whatever_is_exported),
+        "whether values are written decides whether the loss of every token is a sum",
+        ("train.options.AlphaOptions.weighs", ' or self.kept_normalization == "sum"', "")),
+    row("weights-off-the-labels-count", LEARNS,
+        "rows whose weights all lie on their prompts are trained on",
+        ("train.row_weights._learns", " and label != IGNORE", "")),
+    row("first-tokens-count", LEARNS,
+        "a weight on the first token, which nothing predicts, is taken for one that is learned of",
+        ("train.row_weights._learns", "zip(weights[1:], labels[1:]", "zip(weights, labels")),
+    row("empty-steps-of-one-process", unread(NO_STEP, 2),
+        "a step that one process learns nothing of is said to be empty",
+        ("train.records.TrainMonitor._warn_of_empty",
+         "[a + b for a, b in zip(before, counts, strict=True)]", "counts")),
+    row("empty-steps-without-a-response", unread(NO_STEP, 1),
+        "a step without a response token is said to have lost them",
+        ("train.records.TrainMonitor._warn_of_empty",
+         "if response and not kept", "if not kept")),
+    row("warm-up-of-another-optimizer", WARMED,
+        "a model that was trained first by another optimizer is taken from the cache",
+        ("train.policy_stage._handed_over",
+         "(optimizer := _optimizer_of(trainer, {})) is not None", "False")),
+    row("warm-up-of-another-collator", WARMED,
+        "a model that was trained first with another collator is taken from the cache",
+        ("train.policy_stage._handed_over",
+         '(collator, getattr(collator, "__dict__", {}))', "collator")),
+    row("policies-of-other-tables", TABLES,
+        "a run goes on with a policy whose tables are others",
+        ("train.policy.TokenPolicy.arguments", ", Tensor, np.ndarray)", ")")),
     row("validation-pairs-by-the-trained-losss-lengths", LENGTH,
         "the reference's side of validation pairs is discounted by ld_alpha, the policy's is not",
         ("train.dpo.AlphaDPOTrainer._plain_sums",

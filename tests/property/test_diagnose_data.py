@@ -350,7 +350,8 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     found = data.diagnose(subject(train=alike[:18], validation=alike[18:], words=words))
     assert found.conclusion.startswith("Your rows look like the trusted ones (p = ")
     assert "train on everything" in found.conclusion
-    assert found.next_command == f"alphatoken sft --policy standard {words}"
+    batch = "--per_device_train_batch_size 4"  # the subject's
+    assert found.next_command == f"alphatoken sft --policy standard {words} {batch}"
     assert found.mark == "good"
     # Two tokens in turn: a walk on such rows helps other such rows, and no others.
     other = [
@@ -359,7 +360,8 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     ]
     found = data.diagnose(subject(train=alike[8:28], validation=other, words=words))
     assert found.conclusion.startswith("Your rows differ from the trusted ones (p = ")
-    assert found.next_command == data.race_command(words, 20, 12)
+    assert found.next_command == data.race_command(words, 20, 12, batch=4)
+    assert "batches of 2 rows in place of 4" in " ".join(found.notes)
     assert found.mark == "doubtful", "rows of another task differ too, and are not bad"
     # In Python nobody has named any files.
     assert data.diagnose(subject(train=alike[8:28], validation=other)).next_command == ""
@@ -397,9 +399,11 @@ def test_a_walk_that_teaches_the_trusted_rows_nothing_is_said() -> None:
     assert data._doubts_of_walk([{"value": 0.1}]) == []
 
 
-@given(st.integers(8, 2000))
-def test_the_race_that_is_named_has_a_look(rows: int) -> None:
-    """Within the steps that TRL's own options give it, in the largest batches for which it has.
+@given(st.integers(8, 2000), st.sampled_from((1, 2, 6, 8, 32)))
+@example(45, 2)
+@example(45, 8)
+def test_the_race_that_is_named_has_a_look(rows: int, named: int) -> None:
+    """Within the steps that TRL's own options give it; by the batch that is named, where it has.
 
     Proves: batch of the race that is named (exact), against the looks of a race of that run.
     """
@@ -410,7 +414,7 @@ def test_the_race_that_is_named_has_a_look(rows: int) -> None:
 
     defaults = SFTConfig.__dataclass_fields__
     epochs = int(defaults["num_train_epochs"].default)
-    *_, last = data.race_command("--train_file R", rows, 32).split()
+    *_, last = data.race_command("--train_file R", rows, 32, named).split()
     usual = int(defaults["per_device_train_batch_size"].default)
     batch = int(last) if last.isdigit() else usual
 
@@ -421,7 +425,10 @@ def test_the_race_that_is_named_has_a_look(rows: int) -> None:
             return False
 
     assert has_a_look(batch)
-    assert batch == usual or not has_a_look(2 * batch)
+    halved = next(times for times in range(6) if named >> times == batch)
+    assert not halved or not has_a_look(named >> (halved - 1))
+    sft = data.next_command(data.ALIKE, "--train_file R", rows, 32, named)
+    assert (f"--per_device_train_batch_size {named}" in sft) == (named != usual)
 
 
 def test_too_few_trusted_rows_to_tell_is_an_answer_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from alphatoken.errors import AlphaTokenError, ConfigError, InputError, NumericalError
 from alphatoken.select.masks import keep_count, select_top
-from alphatoken.train.policies import find_policy, policy, policy_names
+from alphatoken.train.policies import OF_LAB, find_policy, policy, policy_names
 from alphatoken.train.policies.builtin import Standard, TopRatioPolicy
 from alphatoken.train.policy import PolicyBatch, PolicySettings, TokenPolicy
 from tests.integration.policy_examples import Surprising
 
+ROOT = Path(__file__).parents[2]
 PLACE = "tests.integration.policy_examples:Surprising"
 BUDGET = PolicySettings(mode="budget", keep_ratio=0.4)
 
@@ -103,6 +105,47 @@ def test_a_policy_of_another_package_has_a_name(
     assert find_policy("standard") is Standard
     with pytest.raises(ConfigError, match="did you mean surprising-test"):
         find_policy("surprising-tests")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("validation_mix", "did you mean validation-mix?"),
+        ("Top", "did you mean top?"),
+        ("rho_1", "did you mean rho-1?"),
+        ("tidpo", "did you mean ti-dpo?"),
+        ("eaft", "eaft is a published method"),
+        ("nothing like it", ""),
+    ],
+)
+def test_the_lab_is_named_for_its_own_names_alone(
+    name: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not where it is installed."""
+    with monkeypatch.context() as without:
+        without.setattr("alphatoken.train.policies._named_on", lambda _: {})
+        with pytest.raises(ConfigError) as caught:
+            find_policy(name)
+    assert meant in str(caught.value)
+    assert ("./lab" in str(caught.value)) == (name in ("rho_1", "tidpo", "eaft"))
+    installed = dict.fromkeys(OF_LAB, ("a:B",))
+    monkeypatch.setattr("alphatoken.train.policies._named_on", lambda _: installed)
+    with pytest.raises(ConfigError) as caught:
+        find_policy(f"{name}s")
+    assert "./lab" not in str(caught.value)
+
+
+def test_names_of_the_lab_are_its_own() -> None:
+    """Proves: names of methods that another package has (exact), against its entry points."""
+    package = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())
+    assert {*OF_LAB} == package["project"]["entry-points"]["alphatoken.policies"].keys()
+
+
+def test_arguments_that_a_policy_takes_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"does not take.*it takes rows, draw_from\."):
+        policy("validation-mix", row=8)
+    with pytest.raises(ConfigError, match=r"does not take.*it takes none\."):
+        policy("standard", rows=8)
 
 
 def test_a_name_of_two_packages_names_neither(

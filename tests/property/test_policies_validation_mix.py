@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,11 +50,17 @@ def made_rows(lengths: Sequence[int], first: int = 0) -> list[Row]:
 
 
 def prepared_policy(
-    validation: Sequence[Row], training: Sequence[Row] = (), seed: int = 0, **options: Any
+    validation: Sequence[Row],
+    training: Sequence[Row] = (),
+    seed: int = 0,
+    known: tuple[int | None, int | None] = (None, None),
+    **options: Any,
 ) -> ValidationMix:
+    """``known`` are training rows of a step, and steps of the run."""
     made = ValidationMix(PolicySettings(seed=seed), **options)
     rows = training or made_rows([1])
-    made.prepare(PolicyStage(None, rows, validation, row_batch=list, folder=Path()))
+    stage = PolicyStage(None, rows, validation, row_batch=list, folder=Path())
+    made.prepare(replace(stage, rows_of_step=known[0], steps=known[1]))
     return made
 
 
@@ -366,12 +376,82 @@ def test_its_rows_are_part_of_what_it_is() -> None:
 def test_what_is_drawn_is_said_and_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = ours(tmp_path, {"rows": 2}, max_steps=1)
-    assert "2 of 8 validation rows beside the training rows of each step, each once in 4 steps" in (
-        capfd.readouterr().err
+    """The share and the dose, as the run has them: two rows beside two micro-batches of two."""
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    trainer = ours(tmp_path, {"rows": 2}, max_steps=3, **sizes)
+    said = capfd.readouterr().err
+    assert (
+        "2 of 8 validation rows beside the 4 training rows of each step; 3 steps, so that" in said
     )
-    assert '"steps_of_an_epoch": 4' in (tmp_path / "policy.json").read_text()
+    assert "6 of them come once, and the others never" in said
+    assert "--policy_options" not in said  # the share that was measured
+    summary = json.loads((tmp_path / "policy.json").read_text())["summary"]
+    assert summary == {
+        "rows": 2, "validation_rows": 8, "steps_of_an_epoch": 4,
+        "training_rows_of_step": 4, "steps": 3, "added_rows": 6,
+    }  # fmt: skip
+    drawn = [row for s in range(3) for row in trainer.token_policy.step_rows(s)]
+    assert len(drawn) == summary["added_rows"] == len({tuple(row["input_ids"]) for row in drawn})
     assert not trainer.args.needs_values
+
+
+DOSES: dict[str, tuple[int, int, int | None, str]] = {
+    "some of them": (24, 1, 3, "3 steps, so that 3 of them come once, and the others never"),
+    "one step": (24, 1, 1, "1 step, so that 1 of them comes once, and the others never"),
+    "each": (6, 2, 3, "3 steps, so that each comes once;"),
+    "each twice": (6, 4, 3, "3 steps, so that each comes 2 times;"),
+    "most of them twice": (4, 2, 3, "3 steps, so that each comes 1 or 2 times;"),
+    "unknown": (6, 2, None, "beside the training rows of each step; each once in 3 steps;"),
+}
+"""Validation rows, rows of a step, steps of the run, and what is said of the dose."""
+
+
+@pytest.mark.parametrize("case", DOSES)
+def test_the_dose_is_that_of_the_run(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Proves: the dose that is said of validation rows (exact), against counts."""
+    count, rows, steps, said = DOSES[case]
+    of = made_rows([1] * count)
+    of_step = None if steps is None else 2 * rows
+    made = prepared_policy(of, rows=rows, known=(of_step, steps))
+    assert said in capfd.readouterr().err
+    drawn = Counter(row["input_ids"][0] for s in range(steps or 0) for row in made.step_rows(s))
+    least, most = min(drawn[i] for i in range(count)), max(drawn.values(), default=0)
+    numbers = [
+        int(n) for n in re.findall(r"each comes (\d+)(?: or (\d+))? times", said) for n in n if n
+    ]
+    if numbers:
+        assert (least, most) == (numbers[0], numbers[-1])
+    elif steps:
+        assert (least, most) == (int("each comes once" in said), 1)
+
+
+SHARES: dict[str, tuple[int, int, int | None, dict[str, Any], str]] = {
+    "one in sixteen": (24, 1, 16, {}, """--policy_options '{"rows": 8}' """),
+    "few validation rows": (5, 1, 16, {}, """{"rows": 5}) would be nearer to"""),
+    "the control": (
+        24, 1, 16, {"draw_from": "training"}, """'{"rows": 8, "draw_from": "training"}'"""
+    ),
+    "one to two": (24, 8, 16, {}, ""),
+    "all of few": (5, 5, 16, {}, ""),
+    "one row": (24, 1, 1, {}, ""),
+    "unknown": (24, 1, None, {}, ""),
+}  # fmt: skip
+"""Validation rows, rows of a step, training rows of a step, other options, and what is advised."""
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_a_share_below_the_measured_one_is_said(
+    case: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    count, rows, of_step, more, advised = SHARES[case]
+    prepared_policy(made_rows([1] * count), rows=rows, known=(of_step, 3), **more)
+    said = capfd.readouterr().err
+    assert advised in said
+    assert ("selection.md" in said) == bool(advised)
+    if advised:
+        (options,) = re.findall(r"--policy_options '(.*?)'", said)
+        prepared_policy(made_rows([1] * count), known=(of_step, 3), **json.loads(options))
+        assert "selection.md" not in capfd.readouterr().err
 
 
 class Columns:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from functools import partial
 from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alphatoken.errors import ConfigError
+from alphatoken.race.rows import set_aside
+from alphatoken.race.runner import _check_validation_rows
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.pool import ValidationPool
 from alphatoken.train.records import TrainMonitor
+from alphatoken.train.refusals import check_pool
 from alphatoken.train.run_rows import RunRows
 from alphatoken.train.trainer_loss import MicroBatch, MicroBatchPlan, TrainerLoss, divisor_factor
 from alphatoken.train.valuation import Valuation
@@ -272,3 +277,79 @@ def test_a_sum_is_over_the_tokens_of_all_processes(sizes: list[list[int]], count
         assert [factor * one for one in gradients] == pytest.approx(
             [1.0] * len(gradients), rel=1e-5
         )
+
+
+POOLS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "one row": (1, {"validation_mode": "pool", "validation_batch_size": 4}, 1),
+    "the same, all drawn": (
+        1, {"validation_mode": "pool", "validation_batch_size": 4, "held_out_share": 0.0}, 1
+    ),
+    "one row of a fixed batch": (1, {}, 1),
+    "one too few": (4, {"validation_mode": "pool", "validation_batch_size": 4}, 1),
+    "all held out": (4, {"held_out_share": 0.9}, 1),
+    "fewer than processes": (3, {"validation_batch_size": 2}, 4),
+    "a batch below the processes": (30, {"validation_batch_size": 2, "held_out_share": 0.0}, 4),
+    "few held out": (12, {"validation_batch_size": 8, "held_out_share": 0.1}, 4),
+    "none": (0, {}, 1),
+}  # fmt: skip
+"""Validation rows that are too few, options, and processes."""
+
+
+@pytest.mark.parametrize("case", POOLS)
+def test_each_remedy_of_too_few_rows_is_one(case: str) -> None:
+    """As Python and a shell have it; and it names no option that is as it advises.
+
+    Proves: remedies of too few validation rows (exact), against the pool of a run with them.
+    """
+    rows, options, processes = POOLS[case]
+    defaults = {"validation_batch_size": 8, "validation_mode": "fixed", "held_out_steps": 10}
+    own = {**defaults, "held_out_share": 0.2, "value_seed": 0, **options}
+    with pytest.raises(ConfigError) as caught:
+        check_pool(SimpleNamespace(**own), rows, processes)
+    remedies = caught.value.remedy.split(", or ")
+    assert all(remedies)
+    for remedy in remedies:
+        more = re.fullmatch(r"more validation rows \((\d+) are enough\)(?: with (.*))?", remedy)
+        found = re.fullmatch(r"(\S+=.*) \((--.*)\)", remedy if more is None else more[2] or "")
+        python, shell = (
+            {name: float(value) for name, value in re.findall(r"(\w+)[= ]([\d.]+)", part)}
+            for part in (found.groups() if found else ("", ""))
+        )
+        assert python == shell
+        assert all(own[name] != value for name, value in python.items())
+        changed = {n: int(v) if n == "validation_batch_size" else v for n, v in python.items()}
+        enough = rows if more is None else int(more[1])
+        check_pool(SimpleNamespace(**{**own, **changed}), enough, processes)
+
+
+@pytest.mark.parametrize(
+    ("trusted", "wanted", "batch"),
+    [(10, None, 4), (24, None, 16), (12, 9, 4), (9, 8, 1), (3, 2, 1)],
+)
+def test_each_remedy_of_an_arm_without_enough_rows_is_one(
+    trusted: int, wanted: int | None, batch: int
+) -> None:
+    """Of rows of which some are set aside to choose by.
+
+    Proves: remedies of an arm's few validation rows (exact), against the pool of a run with them.
+    """
+    args: Any = SimpleNamespace(
+        needs_values=True, objective="adaptation", world_size=1, validation_batch_size=batch,
+        validation_mode="pool", held_out_steps=10, held_out_share=0.2, value_seed=0,
+    )  # fmt: skip
+    aside = partial(set_aside, wanted=wanted)
+    rows = trusted - aside(trusted)
+    with pytest.raises(ConfigError, match="too few validation rows") as caught:
+        _check_validation_rows("walk-80", args, rows, aside(trusted), aside)
+    remedy = caught.value.remedy
+    (in_all,) = map(int, re.findall(r"\((\d+) in all are enough\)", remedy))
+    assert in_all > trusted
+    check_pool(args, in_all - aside(in_all), 1)
+    for fewer in map(int, re.findall(r"--choosing_rows (\d+)", remedy)):
+        assert 2 <= fewer < aside(trusted)
+        check_pool(args, trusted - fewer, 1)
+    if wanted == 2:
+        assert "choosing_rows" not in remedy
+    with pytest.raises(ConfigError) as own:
+        check_pool(args, rows, 1)
+    assert own.value.remedy.partition(", or ")[2] in remedy

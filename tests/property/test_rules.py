@@ -414,3 +414,161 @@ def test_gradients_that_count_tokens_are_refused(parameters: str, tied: bool, sc
     assert "embedding.weight" in str(error), error
     assert refusal(lambda: fit("linears", rare_tokens=True)) is None, "no embedding is in scope"
     assert refusal(lambda: fit(parameters)) is None, "an embedding without it is refused"
+
+
+# --- options and rows that nothing would read ----------------------------------------------------
+
+
+def _config(**options: Any) -> Any:
+    train = import_module("alphatoken.train")
+    return train.AlphaSFTConfig("out", use_cpu=True, bf16=False, **options)
+
+
+UNREAD = ("estimator", "layers", "walk_form", "part", "preconditioner", "scoring_forward")
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_options_of_values_are_refused_where_there_are_none(name: str) -> None:
+    """Under a policy that values nothing; a control has those of the run that it is compared with.
+
+    Proves: options of values without values (exact), against a rule by hand.
+    """
+    need(*TRAINERS)
+    policies = import_module("alphatoken.train.policies")
+    other: Any = {"layers": "1,2", "preconditioner": "frozen", "part": "direct"}.get(name, "own")
+    for policy, refused in (("weights", True), ("random", False), ("top", False)):
+        kind = policies.find_policy(policy) if policy == "weights" else None
+        options = SimpleNamespace(**vars(_config(policy=policy)) | {name: other})
+        chosen = kind() if kind else policies.RATIO_POLICIES[policy]()
+        error = refusal(partial(policies._refuse, chosen, options, "sft"))
+        assert (error is not None and name in str(error)) == refused, policy
+    named = {"policy": "weights", name: other}
+    assert policies.unread_options(named, "sft")[name] == policies.OF_VALUES[name]
+
+
+@pytest.mark.parametrize("retention", ["none", "data", "diagonal"])
+@pytest.mark.parametrize("objective", ["both", "adaptation"])
+def test_retention_rows_are_refused_where_nothing_reads_them(
+    retention: str, objective: str
+) -> None:
+    """And an arm of a race gets them where it reads them.
+
+    Proves: retention rows that nothing reads (exact), against a rule by hand.
+    """
+    need(*TRAINERS)
+    refusals = import_module("alphatoken.train.refusals")
+    runner = import_module("alphatoken.race.runner")
+    args = _config(retention=retention, objective=objective, policy="random")
+    rows = {"validation": None, "retention": [{}], "fisher": None}
+    wanted = (retention, objective) == ("data", "both")
+    found = list(refusals.refused_datasets(args, None, rows, None))
+    assert bool(found) != wanted
+    handed = runner.datasets_of(args, {"retention_dataset": [{}], "validation_dataset": [{}]})
+    assert ("retention_dataset" in handed) == wanted
+    assert "validation_dataset" in handed
+
+
+def test_a_sum_is_weighed_whatever_is_exported() -> None:
+    """Proves: the divisor of every token's loss (exact), against a rule by hand."""
+    need(*TRAINERS)
+    for divisor, export in ((d, e) for d in ("response", "kept", "sum") for e in (True, False)):
+        args = _config(policy="all", kept_normalization=divisor, export_values=export)
+        assert args.weighs == (export or divisor == "sum"), (divisor, export)
+        policy = import_module("alphatoken.train.policies").chosen_policy(args, None, "sft")
+        assert (policy is None) != args.weighs
+        assert policy is None or policy.needs.values == export
+
+
+@pytest.mark.parametrize("labels", [[-100, -100, 5, 6], [4, -100, -100, 6]])
+def test_a_row_of_weights_learns_by_those_on_its_labels(labels: list[int]) -> None:
+    """The first token of a row is predicted by nothing.
+
+    Proves: rows of which nothing is learned (exact), against a loop over tokens.
+    """
+    need(*TRAINERS)
+    learns = import_module("alphatoken.train.row_weights")._learns
+    for place, label in enumerate(labels):
+        for weight in (0.0, 0.25, -1.0):
+            row = {"labels": labels, "loss_weights": [weight * (i == place) for i in range(4)]}
+            assert learns(row) == (weight != 0 and place > 0 and label != -100), (place, weight)
+    for chosen, rejected in (([0.0], [0.0]), ([0.0, 2.0], [0.0]), ([0.0], [0.5])):
+        pair = {"chosen_weights": chosen, "rejected_weights": rejected}
+        assert learns(pair) == any([*chosen, *rejected])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_learns_nothing_where_no_process_has_a_weight(world: int) -> None:
+    """A step without a response, or of which another process learns, is none of them.
+
+    Proves: steps that learn nothing (exact), against sums by hand.
+    """
+    need(*TRAINERS)
+    records = import_module("alphatoken.train.records")
+    own = {0: [(2, 0), (3, 1)], 1: [(2, 0), (1, 0)], 2: [(0, 0)], 3: [(4, 0)]}
+    others = {0: [(1, 0)], 1: [(2, 0)], 2: [(0, 0)], 3: [(1, 1)]}
+
+    def state(steps: Mapping[int, Any]) -> dict[str, Any]:
+        made = records.TrainMonitor()
+        for step, batches in steps.items():
+            for response, kept in batches:
+                mask = torch.arange(5)[None] < response
+                made.record((torch.arange(5)[None] < kept).float(), mask, None, step)
+        values: dict[str, Any] = made.state_values()
+        return values
+
+    states = [state(own), state(others)][:world]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        monitor = records.TrainMonitor()
+        monitor._warn_of_empty(states)
+        monitor._warn_of_empty(states)
+    (text,) = [str(one.message) for one in said]
+    assert text.startswith(f"step 1 learned nothing: each of its {3 if world == 1 else 5} ")
+    assert f"in {2 if world == 1 else 1} of the 4 steps" in text
+
+
+def test_a_kept_training_is_of_the_optimizer_and_collator_handed_over() -> None:
+    """Proves: what a kept training depends on (exact), against a rule by hand."""
+    need(*TRAINERS)
+    stage = import_module("alphatoken.train.policy_stage")
+
+    def found(rate: float | None, collator: Any = None) -> str:
+        given = None if rate is None else (torch.optim.SGD, {"lr": rate})
+        trainer = SimpleNamespace(
+            optimizer=None, optimizer_cls_and_kwargs=given, own_collator=collator
+        )
+        return str(stage._handed_over(trainer))
+
+    class Collator:
+        def __init__(self, pad: int) -> None:
+            self.pad = pad
+
+    cases = [(None,), (0.1,), (0.2,), (0.1, Collator(0)), (0.1, Collator(1)), (None, len)]
+    assert len({found(*case) for case in cases}) == len(cases)
+    assert found(0.1, Collator(1)) == found(0.1, Collator(1))
+    assert found(None) == "{}"
+
+
+def test_a_policys_tables_are_part_of_what_it_is() -> None:
+    """Of tensors, arrays and sets too; a private attribute is none of it.
+
+    Proves: arguments of a policy (exact), against a rule by hand.
+    """
+    policies = import_module("alphatoken.train.policies")
+    digest = import_module("alphatoken.support.resume").content_digest
+
+    def found(**own: Any) -> str:
+        policy = policies.find_policy("standard")()
+        vars(policy).update(own)
+        text: str = digest([policy.arguments()])
+        return text
+
+    for one, other in (
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])),
+        (torch.tensor([1, 2]).numpy(), torch.tensor([1, 3]).numpy()),
+        ({"a", "b", "c"}, {"a", "b"}),
+        (2.0, 3.0),
+    ):
+        assert found(table=one) != found(table=other)
+        assert found(_table=one) == found(_table=other)
+    assert found(table={"a", "b", "c"}) == found(table=frozenset({"c", "b", "a"}))

@@ -364,12 +364,12 @@ def _listen(trainer: Any, log: RunLog) -> None:
         log.micro[trainer.state.global_step].append(documents_of(inputs))
         return compute(model, inputs, *args, **more)
 
-    def heard_record(batch: Any, values: Any, weights: Tensor, factor: Any) -> None:
+    def heard_record(batch: Any, values: Any, weights: Tensor, factor: Any, **more: Any) -> None:
         step, mask = trainer.state.global_step, batch.mask
         parts = {} if values is None else {"total": values.total, **values.components()}
         log.values[step].append({n: v[mask].double() for n, v in parts.items()})
         log.weights[step].append(weights[mask].double())
-        record(batch, values, weights, factor)
+        record(batch, values, weights, factor, **more)
 
     def heard_build() -> Any:
         scorer = build()

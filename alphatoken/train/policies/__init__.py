@@ -30,7 +30,7 @@ from importlib.metadata import entry_points
 from inspect import signature
 from typing import Any
 
-from alphatoken.config import WALK, refused_by_estimator
+from alphatoken.config import WALK, ValueOptions, refused_by_estimator
 from alphatoken.errors import ConfigError, require_choice
 from alphatoken.model.choice import ParameterChoice, read_layers
 from alphatoken.presets import PRESETS
@@ -49,8 +49,10 @@ from alphatoken.train.policy import (
 
 __all__ = [
     "GROUP",
+    "OF_VALUES",
     "STANDS_FOR",
     "TRAINER_POLICIES",
+    "UNTOUCHED",
     "chosen_policy",
     "find_policy",
     "policy",
@@ -74,6 +76,15 @@ STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
 }
 """Names of methods that are the trainers' own, and the options that each stands for."""
 
+UNTOUCHED = ("standard", "dpo")
+"""Names under which the trainer below is left as it is."""
+
+OF_LAB = (
+    "less", "token-cleaning", "stm", "xtf", "sstoken", "rho-1", "flow", "talr", "dft", "eaft",
+    "gce", "loss-truncation", "prift", "cft", "confpo", "sepo", "ti-dpo",
+)  # fmt: skip
+"""Names of the published methods in ``alphatoken-lab``, for those who have not installed it."""
+
 _OWN: dict[str, type[TokenPolicy]] = {
     "standard": Standard,
     "validation-first": ValidationFirst,
@@ -92,6 +103,20 @@ _ONLY_VALUES: Mapping[str, Any] = {
 """Options that act on token values, and what they are where they do nothing."""
 
 _DEFAULTS: Mapping[str, Any] = {option.name: option.default for option in fields(AlphaFields)}
+
+OF_VALUES: Mapping[str, Any] = {
+    name: _DEFAULTS[name]
+    for name in (
+        *(option.name for option in fields(ValueOptions)),
+        *("part", "uncovered", "preconditioner", "precondition_after", "walk_refresh"),
+        *("direction_steps", "scoring_forward"),
+    )
+}
+"""Options by which tokens are valued, and their defaults. Those by which rows are held out are none
+of them: a run that values nothing is compared with one that does, on the same rows."""
+
+_CONTROLS = (*RATIO_POLICIES.values(), Standard, DPO)
+"""Policies that may be given the options of the run that they are compared with."""
 
 
 # --- by name ------------------------------------------------------------------------------------
@@ -155,15 +180,14 @@ def _no_such_policy(name: str) -> ConfigError:
         remedy = f"--policy top --value {preset} --keep_ratio {int(share) / 100:g}"
         return ConfigError(what, got=got, why="this is an arm of a race", remedy=remedy)
     names = tuple(dict.fromkeys((*TRAINER_POLICIES, *STANDS_FOR, *policy_names())))
-    close = difflib.get_close_matches(name, names, n=1)
-    return ConfigError(
-        what,
-        got=got,
-        why="published methods are in the package alphatoken-lab",
-        remedy=(f"did you mean {close[0]}? " if close else "")
-        + f"known: {', '.join(names)}; or module:Class; "
-        "`pip install ./lab` in a clone brings the methods that people compare with",
-    )
+    plain = name.lower().replace("_", "-")
+    close = difflib.get_close_matches(plain, dict.fromkeys((*names, *OF_LAB)), n=1)
+    known, why = f"known: {', '.join(names)}; or module:Class", ""
+    if close and close[0] not in names:
+        why = f"{close[0]} is a published method, and those are in the package alphatoken-lab"
+        known = f"`pip install ./lab` in a clone of the repository; {known}"
+    asked = f"did you mean {close[0]}? " if close and close[0] != name else ""
+    return ConfigError(what, got=got, why=why, remedy=asked + known)
 
 
 def _require_class(kind: Any, called: str) -> type[TokenPolicy]:
@@ -191,14 +215,14 @@ def policy(
     """
     kind = find_policy(name) if isinstance(name, str) else _require_class(name, repr(name))
     # A constructor of its own may know nothing of settings, and hand none to the base's.
-    takes = "settings" in signature(kind).parameters
+    takes = list(signature(kind).parameters)
     try:
-        made = kind(settings, **options) if takes else kind(**options)
+        made = kind(settings, **options) if "settings" in takes else kind(**options)
     except TypeError as problem:
         raise ConfigError(
             f"policy '{getattr(kind, 'name', kind.__qualname__)}' does not take these arguments",
             got=f"{', '.join(options) or 'none'} ({problem})",
-            remedy="`alphatoken-lab policies NAME` describes them",
+            remedy=f"it takes {', '.join(n for n in takes if n != 'settings') or 'none'}",
         ) from problem
     if settings is not None:
         made.bind(settings)
@@ -250,6 +274,8 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
         Empty for the trainers' own policies, and for a policy that cannot be made.
     """
     name = options.get("policy") or "top"
+    if name in UNTOUCHED:
+        return {"kept_normalization": "response"}
     if name in STANDS_FOR or name in TRAINER_POLICIES:
         return {}
     try:
@@ -258,7 +284,7 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
         made = policy(name, mode, **arguments)
     except (ConfigError, TypeError):
         return {}  # what is wrong with it is said where it is chosen
-    neutral = dict(_ONLY_VALUES)
+    neutral = {**_ONLY_VALUES, **_unread_of_values(made)}
     if made.settings.mode == "native" or made.replaces_loss:
         neutral["kept_normalization"] = "response"
     if not made.reads_ratio:
@@ -314,7 +340,11 @@ def chosen_policy(
     if own is None and options.policy in TRAINER_POLICIES:
         # In budget mode ``kept_normalization`` says what divides the loss, not the policy.
         kind, budget = RATIO_POLICIES[options.policy], replace(settings, mode="budget")
-        return kind(budget, unit=options.value_unit) if options.weighs else None
+        if not options.weighs:
+            return None
+        if options.policy == "all" and not options.export_values:
+            return Standard(budget)  # whose loss has another divisor, and who reads no values
+        return kind(budget, unit=options.value_unit)
     arguments = read_policy_options(options.policy_options)
     if isinstance(own, TokenPolicy):
         if arguments:
@@ -409,6 +439,11 @@ def _refuse_rule_of_step(chosen: TokenPolicy) -> None:
         )
 
 
+def _unread_of_values(chosen: TokenPolicy) -> Mapping[str, Any]:
+    """``OF_VALUES`` where the policy values nothing, unless it is a control."""
+    return {} if chosen.needs.values or type(chosen) in _CONTROLS else OF_VALUES
+
+
 def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
     _refuse_unfinished(chosen)
     _refuse_rule_of_step(chosen)
@@ -441,7 +476,7 @@ def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
             )
             + "; a class of your own whose rule reads it says so by reads_ratio",
         )
-    for name, neutral in _ONLY_VALUES.items():
+    for name, neutral in {**_ONLY_VALUES, **_unread_of_values(chosen)}.items():
         if getattr(options, name) != neutral:
             raise ConfigError(
                 f"{name} belongs to the trainers' own policies, and '{chosen.name}' is none of them"

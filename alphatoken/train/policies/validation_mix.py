@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from alphatoken.errors import ConfigError, InputError, require_choice
+from alphatoken.errors import ConfigError, InputError, counted, require_choice
 from alphatoken.model.batch import IGNORE
 from alphatoken.train.ledger import rows_fingerprint
 from alphatoken.train.policies.builtin import Standard
@@ -39,7 +40,7 @@ class ValidationMix(Standard):
     Args:
         settings: see ``PolicySettings``.
         rows: number of rows added to each optimizer step, over all its micro-batches and processes.
-            [1 to the number of validation rows; raise it where steps have many training rows; ours]
+            [1 to the number of validation rows; half of the training rows of a step; ours]
         draw_from: "validation"; or "training", the control. ['validation' or 'training'; 'training'
             to tell the gain of the rows from that of more tokens a step; ours]
 
@@ -78,6 +79,8 @@ class ValidationMix(Standard):
         self._training: Sequence[Row] = ()
         self._documents: list[tuple[int, int, int]] = []
         self._pool: ValidationPool | None = None
+        self._rows_of_step: int | None = None
+        self._steps: int | None = None
 
     @property
     def variant(self) -> str:
@@ -86,12 +89,23 @@ class ValidationMix(Standard):
 
     @property
     def summary(self) -> Mapping[str, float]:
-        """``rows`` a step, of ``validation_rows``, each once in ``steps_of_an_epoch``."""
+        """``rows`` a step, of ``validation_rows``, each once in ``steps_of_an_epoch``.
+
+        Where they are known, ``training_rows_of_step`` too, the ``steps`` of the run, and
+        ``added_rows`` in all of them (in the control these stand for training rows of as many
+        tokens).
+        """
         count = len(self._validation)
+        known = {
+            "training_rows_of_step": self._rows_of_step,
+            "steps": self._steps,
+            "added_rows": None if self._steps is None else self._steps * self.rows,
+        }
         return {
             "rows": float(self.rows),
             "validation_rows": float(count),
             "steps_of_an_epoch": count / self.rows,
+            **{name: float(number) for name, number in known.items() if number is not None},
         }
 
     def prepare(self, stage: PolicyStage) -> None:
@@ -124,16 +138,47 @@ class ValidationMix(Standard):
         self._pool = ValidationPool(
             len(rows), self.rows, mode="pool", held_out_share=0.0, seed=self.settings.seed
         )
+        self._rows_of_step, self._steps = stage.rows_of_step, stage.steps
         self._say()
 
     def _say(self) -> None:
-        count = len(self._validation)
+        count, of_step = len(self._validation), self._rows_of_step
         rows = f"{self.rows} of {count} validation rows"
-        text = f"{rows} beside the training rows of each step, each once in {count / self.rows:g} "
-        text += "steps; nothing is valued, and an added row costs what a training row does"
+        beside = (
+            "the training rows" if of_step is None else f"the {counted(of_step, 'training rows')}"
+        )
+        text = f"{rows} beside {beside} of each step; {self._dose()}; nothing is valued, and an "
+        text += "added row costs what a training row does"
         if self.draw_from == "training":
-            text = f"beside the training rows of each step others, of as many tokens as {rows} have"
-        say_of_pass(f"policy '{self.name}': {text}")
+            text = f"beside {beside} of each step others, of as many tokens as {rows} have"
+        say_of_pass(f"policy '{self.name}': {text}{self._about_share()}")
+
+    def _about_share(self) -> str:
+        """The number of rows that comes to the measured share, where this one is smaller."""
+        count, half = len(self._validation), (self._rows_of_step or 0) // 2
+        if self.rows >= (rows := min(half, count)):
+            return ""
+        control = {} if self.draw_from == "validation" else {"draw_from": self.draw_from}
+        options = json.dumps({"rows": rows, **control})
+        nearer = "nearer to " if rows < half else ""
+        return (
+            f"; --policy_options '{options}' (policy_options={options}) would be {nearer}the share "
+            "that docs/selection.md measured: one validation row beside two training rows"
+        )
+
+    def _dose(self) -> str:
+        """How often the validation rows come in the whole run, in words."""
+        count = len(self._validation)
+        if self._steps is None:
+            return f"each once in {count / self.rows:g} steps"
+        often, more = divmod(self._steps * self.rows, count)
+        if not often:
+            dose = f"{more} of them come{'s' * (more == 1)} once, and the others never"
+        elif more:
+            dose = f"each comes {often} or {often + 1} times"
+        else:
+            dose = f"each comes {often} times" if often > 1 else "each comes once"
+        return f"{counted(self._steps, 'steps')}, so that {dose}"
 
     def step_rows(self, step: int) -> list[Row]:
         """The rows of a step; in the control the training rows in the place of each."""

@@ -21,7 +21,6 @@ from tests.integration import policy_examples
 from tests.integration.distributed.launch import CLIP, WORLD
 from tests.integration.distributed.worker import device_options, forget_precision
 from tests.integration.tiny_training import (
-    ALPHA,
     hybrid,
     made,
     mixture,
@@ -29,6 +28,7 @@ from tests.integration.tiny_training import (
     preference_rows,
     sft_rows,
     tokenizer,
+    with_ours,
 )
 
 STEPS = 3
@@ -38,8 +38,7 @@ ACCUMULATION = 2
 def arguments(layout: str, **more: Any) -> dict[str, Any]:
     """One process accumulates as many micro-batches as two processes together."""
     return {
-        **ALPHA,
-        **({"layers": "all"} if more.get("parameters") == "all" else {}),
+        **with_ours(more),
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": ACCUMULATION * (WORLD if layout == "single" else 1),
         "max_steps": STEPS,
