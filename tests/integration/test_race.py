@@ -499,6 +499,7 @@ def test_the_command_and_the_run_of_its_winner(
         assert main(["race", *words(place, "raced"), *own]) == 0
     out, err = capsys.readouterr()
     assert "race of 2 arms (all, half): looks at steps 2, 4 of 5, on 8 choosing rows" in err
+    assert "no arm reads --policy: each has its own" in err
     assert "'half' wins: at step 4 of 5" in out
     assert "The arms that do not go on took 4 steps (80% of a whole run)" in out
     assert "5 steps trained" in out
@@ -603,6 +604,33 @@ def test_the_command_on_pairs_and_what_it_refuses(
     ):  # fmt: skip
         assert main(["race", *words(place, "refused"), *more]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "pairs"),
+    [
+        ("", False), ("--dpo", True), ("--dpo true", True), ("--dpo=true", True),
+        ("--dpo false", False), ("--dpo --looks 2", True), ("RECIPE", True),
+        ("RECIPE --dpo false", False),
+    ],
+)  # fmt: skip
+def test_a_race_of_pairs_is_told_by_the_flag_or_a_recipe(
+    words: str, pairs: bool, tmp_path: Path
+) -> None:
+    """The parser that reads the rest reads it alike."""
+    from alphatoken.cli.arguments import read_arguments
+    from alphatoken.cli.race import _is_of_pairs
+    from alphatoken.train import AlphaSFTConfig
+
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("command: race\ndpo: true\n")
+    typed = words.replace("RECIPE", f"--config {recipe}").split()
+    assert _is_of_pairs(typed) == pairs
+    said = read_arguments(
+        "sft", [*typed, "--use_cpu", "--bf16", "false"], AlphaSFTConfig, race=True
+    )
+    assert said.race is not None
+    assert said.race.dpo == pairs
 
 
 def test_the_help_names_the_options_of_a_race(capsys: pytest.CaptureFixture[str]) -> None:
