@@ -11,7 +11,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def run(words: Sequence[str]) -> int:
     arguments = read()
     if arguments.model.model_name_or_path is None:
         raise ConfigError("no model is named", remedy="--model_name_or_path FOLDER_OR_HUB_NAME")
-    raise_first(_refused(arguments))
+    raise_first(_refused(arguments, named_options(words)))
     arms = read_arms(arguments.race.arms)
     # Whatever one arm cannot have is said before any work, and so is what rows cannot give it.
     by_arm = {arm.name: read(*_words(arm.options)) for arm in arms}
@@ -79,10 +79,18 @@ def _is_of_pairs(words: Sequence[str]) -> bool:
     return str(said).lower() in ("true", "t", "yes", "y", "1")
 
 
-def _refused(arguments: Any) -> Iterator[ConfigError]:
+def _refused(arguments: Any, typed: Collection[str]) -> Iterator[ConfigError]:
     from alphatoken.race.runner import refused_races
 
     yield from refused_races(arguments.training)
+    race = arguments.race
+    if race.choosing_file is not None and "choosing_rows" in typed and race.choosing_rows:
+        yield ConfigError(
+            "--choosing_rows has no effect beside --choosing_file",
+            got=f"--choosing_rows {race.choosing_rows}, --choosing_file {race.choosing_file}",
+            why="nothing is set aside of the validation rows, and all rows of the file choose",
+            remedy="one of the two",
+        )
     yield from missing_files({name: getattr(arguments.race, name) for name in RACE_FILES})
 
 

@@ -447,6 +447,7 @@ def test_arms_without_the_rows_that_they_read_are_refused(tmp_path: Path) -> Non
         ({"arms": {"half": HALF, "data": data}}, ConfigError, "needs a retention dataset"),
         ({"fisher_dataset": tiny.sft_rows(6, seed=21)}, ConfigError, "no Fisher is wanted"),
         ({"retention_dataset": tiny.sft_rows(6, seed=21)}, ConfigError, "no retention rows are"),
+        ({"choosing_rows": 4}, ConfigError, "choosing_rows has no effect beside choosing_dataset"),
         ({"arms": ["weights"]}, InputError, "no training row has a weight"),
         ({"arms": ["weights"], "train_dataset": negative}, DataError, "a weight is negative"),
         ({"arms": ["weights"], "train_dataset": rows}, InputError, "'loss_weights' has 1 entries"),
@@ -595,6 +596,8 @@ def test_the_command_on_pairs_and_what_it_refuses(
     for more, message in (
         (["--arms", "rndom"], "did you mean random"),
         (["--choosing_file", "none.jsonl"], "choosing_file does not exist"),
+        (["--choosing_file", str(place / "choosing.jsonl"), "--choosing_rows", "4"],
+         "--choosing_rows has no effect"),
         (["--keep_retention"], "keep_retention needs retention rows"),
         (["--arms", "without:source=film"], "leaves out no row"),
         (["--arms", "weights"], "no training row has a weight"),
