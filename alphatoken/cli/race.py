@@ -6,17 +6,19 @@ say of an arm, and recipes give way to it as they do to what is typed.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from alphatoken.cli import training
 from alphatoken.cli.program import HELP_ALL
+from alphatoken.cli.recipes import recipes_of
 from alphatoken.cli.training_options import RACE_FILES, missing_files
 from alphatoken.errors import ConfigError
 from alphatoken.presets import values_in_words
@@ -34,9 +36,9 @@ def run(words: Sequence[str]) -> int:
     if {"--help", "-h", HELP_ALL} & set(words):
         print(training.help_text("race", words))
         return 0
-    command = "dpo" if "--dpo" in words else "sft"
+    command = "dpo" if _is_of_pairs(words) else "sft"
     configuration, kind = training.trainer_of(command, words)
-    from alphatoken.cli.arguments import read_arguments
+    from alphatoken.cli.arguments import named_options, read_arguments
     from alphatoken.cli.training_rows import check_rows
     from alphatoken.train.refusals import raise_first
 
@@ -46,12 +48,15 @@ def run(words: Sequence[str]) -> int:
     arguments = read()
     if arguments.model.model_name_or_path is None:
         raise ConfigError("no model is named", remedy="--model_name_or_path FOLDER_OR_HUB_NAME")
-    raise_first(_refused(arguments))
+    raise_first(_refused(arguments, named_options(words)))
     arms = read_arms(arguments.race.arms)
     # Whatever one arm cannot have is said before any work, and so is what rows cannot give it.
     by_arm = {arm.name: read(*_words(arm.options)) for arm in arms}
     raise_first(_refused_arms(by_arm))
     _require_read_value(words, arguments.run.value, by_arm)
+    own = set.intersection(*({*arm.options} for arm in arms if arm.name != ALL))
+    if typed := sorted(own & named_options(words)):
+        _say(f"no arm reads {', '.join(f'--{name}' for name in typed)}: each has its own")
     for own in by_arm.values():
         check_rows(own, reads_fisher=_reader(by_arm).training.reads_fisher)
     for name, own in by_arm.items():
@@ -66,10 +71,28 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _refused(arguments: Any) -> Iterator[ConfigError]:
+def _is_of_pairs(words: Sequence[str]) -> bool:
+    """Whether the run is that of ``dpo``: by its flag, however it is written, or by a recipe."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dpo", nargs="?", const=True)
+    said = parser.parse_known_args(list(words))[0].dpo
+    for recipe in recipes_of(words) if said is None else ():
+        said = recipe.options.get("dpo", said)
+    return str(said).lower() in ("true", "t", "yes", "y", "1")
+
+
+def _refused(arguments: Any, typed: Collection[str]) -> Iterator[ConfigError]:
     from alphatoken.race.runner import refused_races
 
     yield from refused_races(arguments.training)
+    race = arguments.race
+    if race.choosing_file is not None and "choosing_rows" in typed and race.choosing_rows:
+        yield ConfigError(
+            "--choosing_rows has no effect beside --choosing_file",
+            got=f"--choosing_rows {race.choosing_rows}, --choosing_file {race.choosing_file}",
+            why="nothing is set aside of the validation rows, and all rows of the file choose",
+            remedy="one of the two",
+        )
     yield from missing_files({name: getattr(arguments.race, name) for name in RACE_FILES})
 
 
@@ -203,8 +226,10 @@ class _Command:
         try:
             result = race.run(resume=self._arguments.run.resume)
         except KeyboardInterrupt:
+            instead = " in place of --overwrite_output"
             raise KeyboardInterrupt(
-                "the same command with --resume goes on with the race"
+                "the same command with --resume"
+                f"{instead if self._arguments.run.overwrite_output else ''} goes on with the race"
             ) from None
         if is_first_process():
             page = f"page: {folder / PAGE}\n{open_line(folder / PAGE)}"

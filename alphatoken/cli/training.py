@@ -153,20 +153,28 @@ def _about_values(arguments: Any) -> str:
 
 
 def _about_unread(arguments: Any) -> Iterator[str]:
-    """What is typed and a control does not read, which may have the options of another run."""
+    """What is typed and this run does not read: it may have the options of another one."""
     from alphatoken.cli.arguments import named_options
-    from alphatoken.train.policies import OF_VALUES
+    from alphatoken.train.policies import OF_VALUES, TRAINER_POLICIES
 
     args, typed = arguments.training, named_options(arguments.words)
-    reasons = {}
-    if not args.needs_values:
-        reasons["values no token"] = typed & {"value", *OF_VALUES}
-    if args.policy == "all":
-        reasons["trains on every token"] = typed & {"keep_ratio"}
-    for why, names in reasons.items():
-        if names:
-            flags = ", ".join(f"--{name}" for name in sorted(names))
-            yield f"policy '{args.policy}' {why}: nothing reads {flags}"
+    policy = f"policy '{args.policy}'"
+    retains = args.needs_values and (args.reads_fisher or args.reads_retention)
+    for read, why, names in (
+        (args.needs_values, f"{policy} values no token", {"value", *OF_VALUES}),
+        (args.policy != "all", f"{policy} trains on every token", {"keep_ratio"}),
+        (args.policy not in TRAINER_POLICIES, f"{policy} has one mode", {"policy_mode"}),
+        (retains or not args.needs_values, "there is no retention term", {"stability_weight"}),
+        (args.reads_fisher, "no Fisher is wanted", {*_OF_A_FISHER}),
+        (args.reads_retention, "no retention rows are wanted", {"retention_batch_size"}),
+    ):
+        if not read and (unread := sorted(typed & names)):
+            yield f"{why}: nothing reads {', '.join(f'--{name}' for name in unread)}"
+
+
+_OF_A_FISHER = (
+    "fisher_samples", "fisher_max_new_tokens", "fisher_batch_size", "max_relative_drift",
+)  # fmt: skip
 
 
 run_sft, run_dpo = partial(_run, "sft"), partial(_run, "dpo")
@@ -265,6 +273,16 @@ def check_output(arguments: Any) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError("output_dir is a file", got=str(folder), remedy="name a folder")
     run = arguments.run
+    checkpoint = arguments.training.resume_from_checkpoint
+    own = checkpoint is not None and folder.resolve() in Path(checkpoint).resolve().parents
+    if run.overwrite_output and (run.resume or own):
+        raise ConfigError(
+            "one cannot both start anew and go on",
+            got="--overwrite_output and "
+            + ("--resume" if run.resume else f"--resume_from_checkpoint {checkpoint}"),
+            why="the checkpoints to go on from would be removed",
+            remedy="leave --overwrite_output out to go on",
+        )
     going_on = run.resume or arguments.training.resume_from_checkpoint or run.overwrite_output
     if folder.exists() and os.listdir(folder) and not going_on:
         raise ConfigError(
@@ -352,6 +370,7 @@ def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = Fa
         saved = any(Path(args.output_dir).glob("checkpoint-*"))
         raise KeyboardInterrupt(
             f"{counted(trainer.state.global_step, 'steps')} done; the same command with --resume "
+            + ("in place of --overwrite_output " if arguments.run.overwrite_output else "")
             + (
                 f"continues after the last checkpoint in {args.output_dir}"
                 if saved

@@ -54,7 +54,7 @@ from alphatoken.train.python_rows import (
     pair_tokens,
     said_limits,
 )
-from alphatoken.train.refusals import raise_first
+from alphatoken.train.refusals import check_pool, raise_first
 
 # --- what is refused before any row is read -------------------------------------------------------
 
@@ -314,6 +314,7 @@ class RowReader:
             data.fields, text=args.dataset_text_field, optional=optional, weights=weights
         )
         row = row_of(record, index, place, columns, survey)
+        self._require_a_prompt(row)
         example = encode_example(row, self.tokenizer, self.how)
         survey.notes.update(dict.fromkeys(example.notes, 1))
         if args.completion_only_loss is False:
@@ -324,6 +325,19 @@ class RowReader:
             own = turn_weights(row, example.input_ids, example.labels, self.tokenizer, self.how)
             example = replace(example, weights=own)
         return example
+
+    def _require_a_prompt(self, row: Row) -> None:
+        """Refuse plain text, of which all is learned, where the answers alone are to be."""
+        args, named = self.arguments.training, ("completion_only_loss", "assistant_only_loss")
+        asked = [name for name in named if getattr(args, name, None)]
+        plain = all(turn.role == "assistant" and not turn.message for turn in row.turns)
+        if asked and plain:
+            raise DataError(
+                f"a row has no prompt, and {asked[0]} trains on answers alone",
+                got=row.place,
+                why="every token of a plain text is learned",
+                remedy=f"leave {asked[0]} out, or give prompt and response, or messages",
+            )
 
     def _written(self, pair: Pair) -> tuple[Example, set[str]]:
         """The chosen side of a pair as tokens, and notes on how both sides are written."""
@@ -499,6 +513,7 @@ def load_run_data(
     names = ("train", "eval", "validation", "retention", "fisher")
     if arguments.race is not None:
         race = rows_of_race(arguments, pools, race, notes)
+    notes += _about_a_fixed_batch(arguments.training, len(pools["validation"]))
     notes += _about_lengths({**pools, **race}, arguments.training, reader.cut)
     weighed = reader.weights != "refused"
     rows = {
@@ -513,6 +528,24 @@ def load_run_data(
     if reader.columns:
         datasets["train_entries"] = [reader.entries[id(item)] for item in pools["train"]]
     return datasets, notes
+
+
+def _about_a_fixed_batch(args: Any, rows: int) -> list[str]:
+    """A sentence on validation rows that no step looks at, where there are some."""
+    if not args.needs_values or args.objective == "stability" or args.validation_mode != "fixed":
+        return []
+    try:
+        pool = check_pool(args, rows, args.world_size)
+    except ConfigError:
+        return []  # which is said where the rows are used
+    used, held_out = len(pool.drawn), len(pool.held_out)
+    if used + held_out == rows:
+        return []
+    watched = f", {held_out} are only watched" if held_out else ""
+    return [
+        f"{used} of {rows} validation rows are valued against, the same at every step{watched}, "
+        f"and {rows - used - held_out} play no part: --validation_mode pool takes them in turn."
+    ]
 
 
 # --- what TRL cuts off rows ---------------------------------------------------------------------

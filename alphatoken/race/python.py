@@ -99,6 +99,13 @@ def race(
             why="its arms are compared on trusted rows that none of them has seen",
             remedy="validation_dataset=..., of which a part is set aside, or choosing_dataset=...",
         )
+    if choosing_dataset is not None and config.choosing_rows is not None:
+        raise ConfigError(
+            "choosing_rows has no effect beside choosing_dataset",
+            got=f"choosing_rows={config.choosing_rows}, and a choosing_dataset",
+            why="nothing is set aside of the validation rows, and all rows of the data set choose",
+            remedy="one of the two",
+        )
     weighed = reads_weights(configurations)
     train = {arm.name: _train_rows(train_dataset, arm) for arm in arms}
     for name in train.keys() - weighed if weighed else ():

@@ -205,14 +205,17 @@ def check_arms(
             arm reads.
     """
     names = ("validation", "retention", "fisher")
-    read_by_any = {name for own in args.values() for name in datasets_of(own, datasets)}
-    unread = {name: own for name, own in datasets.items() if name not in read_by_any}
+    read = {
+        "fisher": any(own.reads_fisher for own in args.values()),
+        "retention": any(own.reads_retention for own in args.values()),
+    }
+    unread = {k: v for k, v in datasets.items() if not read.get(k.partition("_")[0], True)}
     for own in args.values():
         # What none of them reads is refused with the first.
-        read = {**datasets_of(own, datasets), **unread}
-        rows = {name: read.get(f"{name}_dataset") for name in names}
+        handed = {**datasets_of(own, datasets), **unread}
+        rows = {name: handed.get(f"{name}_dataset") for name in names}
         policy = chosen_policy(own, None, own.FAMILY)
-        raise_first(refused_datasets(own, policy, rows, read.get("fisher")))
+        raise_first(refused_datasets(own, policy, rows, handed.get("fisher")))
     validation: Any = datasets.get("validation_dataset")
     if hasattr(validation, "__len__"):
         choosing: Any = datasets.get("choosing_dataset")

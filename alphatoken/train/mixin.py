@@ -56,7 +56,7 @@ from alphatoken.train.manifest import (
 )
 from alphatoken.train.policies import TRAINER_POLICIES, chosen_policy
 from alphatoken.train.policy import TokenPolicy, adds_rows, row_weights
-from alphatoken.train.policy_stage import prepare_policy
+from alphatoken.train.policy_stage import handed_over, prepare_policy
 from alphatoken.train.python_rows import (
     WEIGHTS,
     as_dataset,
@@ -216,6 +216,7 @@ class AlphaTrainerMixin(TrainerInterface):
         self.trainer_loss = self.LOSS(self, super().compute_loss)
         # As it was handed over: training may move it.
         self._reference_digest = weights_fingerprint(self.reference_weights())
+        self._handed_over = handed_over(self)
         if hasattr(self.train_dataset, "__len__"):  # of a stream no row is known yet
             check_tokens(self.train_dataset, self.model, "training")
         # accelerate ends at a class that the model's family names and this model does not have.
@@ -558,6 +559,7 @@ class AlphaTrainerMixin(TrainerInterface):
             "trainer": type(self).__name__,
             "options": run_options(self.args),
             **({"adapters": adapters} if adapters else {}),
+            **({"handed_over": self._handed_over} if self._handed_over else {}),
             "data": {name: dataset_digest(data) for name, data in self.alpha_data().items()},
             "frozen_weights": frozen_fingerprint(self.model),
             "reference_weights": self._reference_digest,

@@ -171,6 +171,7 @@ def _stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> P
     if policy.needs.validation:
         validation_rows = trainer.prepare_rows(validation, "validation")
         check_tokens(validation_rows, trainer.model, "validation")
+    given = handed_over(trainer)
     rows = TrainingRows(trainer)
     schedule = Schedule.of(options, len(rows), Ranks(trainer.accelerator).world)
     can_train_copies = layout(trainer.accelerator) == "single" and policy.family != "preference"
@@ -183,7 +184,7 @@ def _stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> P
         batch_size=options.per_device_eval_batch_size,
         progress=False if options.disable_tqdm else None,
         train=partial(_train_copy, trainer) if can_train_copies else None,
-        run={**run_options(options), **_handed_over(trainer)},
+        run={**run_options(options), **({"handed over": given} if given else {})},
         tokenizer=text_tokenizer(trainer.processing_class),
         autocast=trainer.accelerator.autocast,
         rows_of_step=None if getattr(options, "packing", False) else schedule.rows_of_step,
@@ -191,14 +192,18 @@ def _stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> P
     )
 
 
-def _handed_over(trainer: TrainerInterface) -> dict[str, Any]:
-    """What a copy is trained with and no option names, as JSON values; empty without it."""
+def handed_over(trainer: TrainerInterface) -> dict[str, Any]:
+    """Optimizer and collator that no option names, as JSON values; empty where there is none.
+
+    Args:
+        trainer: that has not trained yet; the optimizer is then its caller's.
+    """
     parts: dict[str, Any] = {}
     if (optimizer := _optimizer_of(trainer, {})) is not None:
         parts["optimizer"] = optimizer
     if (collator := trainer.own_collator) is not None:
         parts["data_collator"] = (collator, getattr(collator, "__dict__", {}))
-    return {f"{name} handed over": plain_values(part) for name, part in parts.items()}
+    return {name: plain_values(part) for name, part in parts.items()}
 
 
 def _select(dataset: Any, chosen: Sequence[int], name: str) -> Any:

@@ -289,7 +289,7 @@ def _with_trls_template(args: Any, tokenizer: Any) -> Any:
     tokenizer = rows_tokenizer(args, tokenizer)
     template = getattr(tokenizer, "chat_template", None)
     marks = re.search(r"{%-?\s*generation", str(template))
-    if getattr(args, "assistant_only_loss", False) and marks is None:
+    if template and getattr(args, "assistant_only_loss", False) and marks is None:
         from trl import get_training_chat_template
 
         with suppress(ValueError):  # raised where TRL makes the rows

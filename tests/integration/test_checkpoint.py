@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError, DataError, NumericalError
 from alphatoken.support.storage import read_tensors
-from alphatoken.train import manifest
+from alphatoken.train import AlphaSFTTrainer, manifest
 from alphatoken.train.checkpoint import STAGING
 from alphatoken.train.manifest import MANIFEST, latest_complete, verify
 from tests.integration import tiny_training as tiny
@@ -409,6 +410,41 @@ def test_optimizers_without_a_saved_state_do_not_go_on(tmp_path: Path, optim: st
     made = manifest.Manifest(3, "run", True, facts)
     with pytest.raises(ConfigError, match=f"state is in no checkpoint.*{optim}"):
         manifest.require_same_run(tmp_path, made, facts, ())
+
+
+def keep_labels(rows: Any) -> dict[str, torch.Tensor]:
+    """A collator that leaves the first labels out."""
+    batch = tiny.padded(rows)
+    batch["labels"][:, :12] = -100
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "name"),
+    [
+        ({}, {"data_collator": tiny.padded}, "handed_over"),
+        ({"data_collator": keep_labels}, {"data_collator": tiny.padded}, "data_collator"),
+        (
+            {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
+            {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.2})},
+            "optimizer",
+        ),
+    ],
+)
+def test_a_run_goes_on_with_what_was_handed_over(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], name: str
+) -> None:
+    """Of which no option says anything, and another one would make another run."""
+    rows = {"train_dataset": tiny.tokenised(16)}
+    kept = {"policy": "standard", "save_strategy": "steps", "save_steps": 2, **rows}
+    made = partial(tiny.made, AlphaSFTTrainer, tmp_path, **kept)
+    made(**first).train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    with pytest.raises(ConfigError, match=f"(?s)it differs in {name}"):
+        made(**second).train(resume_from_checkpoint=True)
+    trainer = made(**first)
+    trainer.train(resume_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=True)  # which has made an optimizer by now
 
 
 @pytest.fixture(scope="module")

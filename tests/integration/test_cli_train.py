@@ -130,17 +130,18 @@ def test_a_row_with_the_tokens_of_a_held_out_row_is_removed(tmp_path: Path) -> N
     whole = [{"text": f"{row['prompt']}\n{row['response']}"} for row in (held, watched, fisher)]
     train = [*rows(6), *whole]
     words = ["--train_file", str(jsonl(tmp_path / "train.jsonl", train))]
-    for name, row in (
-        ("validation_file", held),
-        ("retention_data", watched),
-        ("fisher_data", fisher),
+    words += ["--objective", "both"]
+    words += ["--validation_file", str(jsonl(tmp_path / "held.jsonl", [held]))]
+    for retention, name, row in (
+        ("data", "retention_data", watched),
+        ("diagonal", "fisher_data", fisher),
     ):
-        words += [f"--{name}", str(jsonl(tmp_path / f"{name}.jsonl", [row]))]
-    data = load("sft", tmp_path, *words, "--objective", "both", small=False)
-    assert len(data.train_dataset) == 6
-    said = " ".join(data.notes)
-    assert "1 training row repeats a validation row" in said
-    assert "2 training rows repeat a retention row or a prompt of the Fisher" in said
+        own = ["--retention", retention, f"--{name}", str(jsonl(tmp_path / f"{name}.jsonl", [row]))]
+        data = load("sft", tmp_path, *words, *own, small=False)
+        assert len(data.train_dataset) == 7
+        said = " ".join(data.notes)
+        assert "1 training row repeats a validation row" in said
+        assert "1 training row repeats a retention row or a prompt of the Fisher" in said
 
 
 def test_a_pair_with_the_tokens_of_a_held_out_pair_is_removed(tmp_path: Path) -> None:
@@ -269,6 +270,38 @@ def test_controls_train_on_the_same_rows(tmp_path: Path) -> None:
     for policy in ("random", "all"):
         control = load("sft", tmp_path, "--train_file", file, "--policy", policy)
         assert prompts(control.train_dataset) == prompts(top.train_dataset)
+
+
+def test_validation_rows_that_no_step_looks_at_are_counted(tmp_path: Path) -> None:
+    """Of a fixed batch the others play no part, however many there are."""
+    train = str(jsonl(tmp_path / "train.jsonl", rows(20)))
+    clean = str(jsonl(tmp_path / "clean.jsonl", rows(20, 40)))
+    words = ("--train_file", train, "--validation_file", clean, "--validation_batch_size", "6",
+             "--fisher_prompts", "0", "--held_out_steps", "5")  # fmt: skip
+    for more, said in (
+        ((), "6 of 20 validation rows are valued against, the same at every step, 4 are only "
+         "watched, and 10 play no part"),
+        (("--held_out_steps", "0"), "the same at every step, and 14 play no part"),
+        (("--validation_mode", "pool"), ""),
+        (("--validation_batch_size", "16"), ""),
+        (("--policy", "random"), ""),
+    ):  # fmt: skip
+        notes = [n for n in load("sft", tmp_path, *words, *more).notes if "play no part" in n]
+        assert [said in note for note in notes] == ([True] if said else [])
+
+
+@pytest.mark.parametrize("option", ["completion_only_loss", "assistant_only_loss"])
+def test_plain_texts_have_no_answers_to_train_on_alone(option: str, tmp_path: Path) -> None:
+    """All of a text would be learned without a word; an answer without a question is one."""
+    texts = jsonl(tmp_path / "texts.jsonl", [{"text": f"once {n}"} for n in range(6)])
+    said = [[{"role": "assistant", "content": f"hello {n}"}] for n in range(6)]
+    chats = jsonl(tmp_path / "chats.jsonl", [{"messages": turns} for turns in said])
+    words = ("--policy", "standard", "--validation_rows", "0", "--fisher_prompts", "0")
+    assert load("sft", tmp_path, "--train_file", str(texts), *words).train_dataset
+    own = (*words, f"--{option}", "true")
+    assert load("sft", tmp_path, "--train_file", str(chats), *own).train_dataset
+    with pytest.raises(DataError, match=f"no prompt, and {option} trains on answers alone"):
+        load("sft", tmp_path, "--train_file", str(texts), *own)
 
 
 def test_rows_that_max_length_cuts_are_counted(tmp_path: Path) -> None:

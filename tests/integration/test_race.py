@@ -447,6 +447,7 @@ def test_arms_without_the_rows_that_they_read_are_refused(tmp_path: Path) -> Non
         ({"arms": {"half": HALF, "data": data}}, ConfigError, "needs a retention dataset"),
         ({"fisher_dataset": tiny.sft_rows(6, seed=21)}, ConfigError, "no Fisher is wanted"),
         ({"retention_dataset": tiny.sft_rows(6, seed=21)}, ConfigError, "no retention rows are"),
+        ({"choosing_rows": 4}, ConfigError, "choosing_rows has no effect beside choosing_dataset"),
         ({"arms": ["weights"]}, InputError, "no training row has a weight"),
         ({"arms": ["weights"], "train_dataset": negative}, DataError, "a weight is negative"),
         ({"arms": ["weights"], "train_dataset": rows}, InputError, "'loss_weights' has 1 entries"),
@@ -499,6 +500,7 @@ def test_the_command_and_the_run_of_its_winner(
         assert main(["race", *words(place, "raced"), *own]) == 0
     out, err = capsys.readouterr()
     assert "race of 2 arms (all, half): looks at steps 2, 4 of 5, on 8 choosing rows" in err
+    assert "no arm reads --policy: each has its own" in err
     assert "'half' wins: at step 4 of 5" in out
     assert "The arms that do not go on took 4 steps (80% of a whole run)" in out
     assert "5 steps trained" in out
@@ -594,6 +596,8 @@ def test_the_command_on_pairs_and_what_it_refuses(
     for more, message in (
         (["--arms", "rndom"], "did you mean random"),
         (["--choosing_file", "none.jsonl"], "choosing_file does not exist"),
+        (["--choosing_file", str(place / "choosing.jsonl"), "--choosing_rows", "4"],
+         "--choosing_rows has no effect"),
         (["--keep_retention"], "keep_retention needs retention rows"),
         (["--arms", "without:source=film"], "leaves out no row"),
         (["--arms", "weights"], "no training row has a weight"),
@@ -603,6 +607,33 @@ def test_the_command_on_pairs_and_what_it_refuses(
     ):  # fmt: skip
         assert main(["race", *words(place, "refused"), *more]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "pairs"),
+    [
+        ("", False), ("--dpo", True), ("--dpo true", True), ("--dpo=true", True),
+        ("--dpo false", False), ("--dpo --looks 2", True), ("RECIPE", True),
+        ("RECIPE --dpo false", False),
+    ],
+)  # fmt: skip
+def test_a_race_of_pairs_is_told_by_the_flag_or_a_recipe(
+    words: str, pairs: bool, tmp_path: Path
+) -> None:
+    """The parser that reads the rest reads it alike."""
+    from alphatoken.cli.arguments import read_arguments
+    from alphatoken.cli.race import _is_of_pairs
+    from alphatoken.train import AlphaSFTConfig
+
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("command: race\ndpo: true\n")
+    typed = words.replace("RECIPE", f"--config {recipe}").split()
+    assert _is_of_pairs(typed) == pairs
+    said = read_arguments(
+        "sft", [*typed, "--use_cpu", "--bf16", "false"], AlphaSFTConfig, race=True
+    )
+    assert said.race is not None
+    assert said.race.dpo == pairs
 
 
 def test_the_help_names_the_options_of_a_race(capsys: pytest.CaptureFixture[str]) -> None:

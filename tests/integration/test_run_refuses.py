@@ -155,6 +155,29 @@ def test_a_folder_that_is_left_empty_goes_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "kept", "new", "there"]
 
 
+@pytest.mark.usefixtures("no_fisher")
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ("sft", "--resume"),
+        ("race", "--resume"),
+        ("sft", "--resume_from_checkpoint going/checkpoint-2"),
+    ],
+)
+def test_checkpoints_to_go_on_from_are_not_removed(
+    command: str, more: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a command that is typed again with ``--resume`` behind what it began with."""
+    (here / "going" / "checkpoint-2").mkdir(parents=True, exist_ok=True)
+    words = [
+        command, *MODEL, "--validation_file", "rows.jsonl", "--output_dir", "going", "--use_cpu",
+        "--bf16", "false", "--max_steps", "40", "--report_to", "none", "--overwrite_output",
+    ]  # fmt: skip
+    assert main([*words, *more.split()]) == 2
+    assert "leave --overwrite_output out to go on" in capsys.readouterr().err
+    assert (here / "going" / "checkpoint-2").exists()
+
+
 MODEL = ("--model_name_or_path", "model", "--train_file", "rows.jsonl")
 WORDS: dict[str, tuple[str, ...]] = {
     "fisher": ("fisher", *MODEL, "--output_file"),

@@ -309,7 +309,7 @@ def test_a_race_has_options_of_values_for_the_arms_that_read_them(tmp_path: Path
         read("sft", words, "--policy", "weights", "--walk_steps", "6", race=True)
 
 
-def test_what_a_control_does_not_read_is_said() -> None:
+def test_what_is_typed_and_this_run_does_not_read_is_said() -> None:
     from alphatoken.cli.training import _about_unread
 
     for words, said in (
@@ -318,6 +318,13 @@ def test_what_a_control_does_not_read_is_said() -> None:
         ("--policy standard --keep_ratio 0.7",
          ["policy 'all' trains on every token: nothing reads --keep_ratio"]),
         ("--policy all --value walk", []),
+        ("--stability_weight 2 --fisher_samples 4 --retention_batch_size 8 --policy_mode budget",
+         ["policy 'top' has one mode: nothing reads --policy_mode",
+          "there is no retention term: nothing reads --stability_weight",
+          "no Fisher is wanted: nothing reads --fisher_samples",
+          "no retention rows are wanted: nothing reads --retention_batch_size"]),
+        ("--stability_weight 2 --fisher_samples 4 --retention diagonal", []),
+        ("--stability_weight 2 --retention_batch_size 8 --retention data", []),
         ("--config laptop-sft --policy random", []),
     ):  # fmt: skip
         assert list(_about_unread(read("sft", words))) == said

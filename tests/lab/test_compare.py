@@ -377,6 +377,30 @@ def test_what_a_recipe_says_of_values_gives_way_in_cells_of_other_methods() -> N
     assert cells["p", "alphatoken", "budget"]["precompute_ref_log_probs"] is True
 
 
+def test_options_of_values_stay_in_every_cell_and_run_where_there_are_values(
+    tmp_path: Path,
+) -> None:
+    """A grid's folder that was filled before goes on: its cells are what they were."""
+    from alphatoken_lab.runner.cell import _arguments
+
+    said = {"model_name_or_path": "m", "direction_steps": 2, "layers": "2", "bf16": False,
+            "kept_normalization": "sum", "use_cpu": True}  # fmt: skip
+    known = known_methods()
+    methods = tuple(known[n] for n in ("stm", "alphatoken", "random", "standard"))
+    grid = Grid((Task("s", "sft", said, TARGET),), methods, (0,))
+    for cell in all_cells(grid):
+        assert (cell.options["direction_steps"], cell.options["layers"]) == (2, "2")
+        assert cell.options["kept_normalization"] == "sum" or cell.policy == "stm"
+        place = tmp_path / cell.policy / (cell.mode or "run")
+        place.mkdir(parents=True, exist_ok=True)
+        read = _arguments(place, "sft", cell.options).training
+        valued = cell.policy in ("alphatoken", "random", "standard")
+        assert read.direction_steps == (2 if valued else 1)
+        assert (read.kept_normalization == "sum") == (cell.policy in ("alphatoken", "random")) or (
+            cell.policy == "stm" and cell.mode == "budget"
+        )
+
+
 def test_what_a_recipe_says_of_an_estimator_gives_way_in_cells_of_others() -> None:
     """A grid on ``laptop-sft``, whose label values over all parameters the paper's cannot have."""
     said = dict(find_recipe("laptop-sft").options)

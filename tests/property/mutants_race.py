@@ -106,7 +106,7 @@ RACES = (
          "rest = dataset.filter(lambda row: row['weight']).remove_columns(")),
     row("fisher-of-the-training-rows", FISHER,
         "rows for a Fisher are handed to no arm, and it is fitted on training rows",
-        ("race.runner.datasets_of", "args.reads_fisher or not", "not")),
+        ("race.runner.datasets_of", '"fisher": args.reads_fisher', '"fisher": False')),
     row("look-in-the-mode-of-training", TOUCHES,
         "the reference of pairs is asked with dropout, and random numbers are drawn",
         ("race.runner.row_losses", "evaluation_mode(trainer.model), ", "")),

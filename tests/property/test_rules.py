@@ -537,7 +537,7 @@ def test_a_kept_training_is_of_the_optimizer_and_collator_handed_over() -> None:
         trainer = SimpleNamespace(
             optimizer=None, optimizer_cls_and_kwargs=given, own_collator=collator
         )
-        return str(stage._handed_over(trainer))
+        return str(stage.handed_over(trainer))
 
     class Collator:
         def __init__(self, pad: int) -> None:

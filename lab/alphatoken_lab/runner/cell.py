@@ -28,6 +28,7 @@ from alphatoken_lab.measure.measuring import measure, prepare
 from alphatoken_lab.measure.pair_watch import OPTION, watch_pairs
 from alphatoken_lab.measure.selection_cost import measured_selection
 from alphatoken_lab.methods.merge import merge_models
+from alphatoken_lab.runner.grid import left_out
 from alphatoken_lab.runner.launchers import for_processes
 from alphatoken_lab.runner.running import COLLECTED
 
@@ -232,7 +233,8 @@ def _arguments(path: Path, command: str, options: Mapping[str, Any]) -> Any:
         **for_processes(options, int(os.environ.get("WORLD_SIZE", "1"))),
         "output_dir": str(path / "run"),
     }
-    own.pop(OPTION, None)  # a callback's, none of the trainer's
+    for name in (OPTION, *left_out(options, command)):  # that of a callback, and others
+        own.pop(name, None)
     recipe = path / "recipe.yaml"
     write_text(recipe, yaml.safe_dump(own, sort_keys=False))  # by each process, the same
     return read_arguments(command, ["--config", str(recipe)], trainer_of(command)[0])
