@@ -185,7 +185,6 @@ class _Command:
         check_arms(
             configurations, datasets, None if own_file else partial(set_aside, wanted=wanted)
         )
-        self._check_looks(len(datasets["train_dataset"]))
         rows = {"choosing": datasets.pop("choosing_dataset")}
         if "watched_dataset" in datasets:
             rows["retention"] = datasets.pop("watched_dataset")
@@ -223,6 +222,7 @@ class _Command:
             say=_say,
             shown=lambda result: write_race_page(folder / PAGE, result, command),
         )
+        self._check_looks(len(self._datasets["train_dataset"]))
         try:
             result = race.run(resume=self._arguments.run.resume)
         except KeyboardInterrupt:
