@@ -79,9 +79,8 @@ class Schedule:
 
         Smaller steps first, then more epochs; the largest step and the fewest epochs that do.
 
-        >>> list(Schedule(45, 4, 4).longer(20))
-        [('--gradient_accumulation_steps 1 --per_device_train_batch_size 2', 23), \
-('--num_train_epochs 7', 21)]
+        >>> list(Schedule(20, 4).longer(20))
+        [('--per_device_train_batch_size 1', 20), ('--num_train_epochs 4', 20)]
         """
         if self.max_steps:
             yield f"--max_steps {wanted}", wanted

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.property import test_race_decision, test_race_runs
+from alphatoken.train.steps import Schedule
+from tests.property import test_pool, test_race_decision, test_race_runs, test_steps
 from tests.property.mutation import Claim, claim, row
 
 NEEDS = ("trl", "peft")
@@ -32,6 +33,18 @@ PROMPTS = claim(
     tested=True,
 )  # fmt: skip
 LOOKS = claim(test_race_decision.test_looks_by_default_and_by_hand)
+DEALT = claim(
+    test_steps.test_steps_are_those_of_accelerates_shares, Schedule(45, 4, 2), 4, False,
+    examples=1, tested=True,
+)  # fmt: skip
+LONGER = claim(
+    test_steps.test_options_for_a_longer_run_make_it_as_long, Schedule(45, 4, 4), 20, examples=1,
+    tested=True,
+)  # fmt: skip
+FEW_ROWS = claim(
+    test_pool.test_each_remedy_of_too_few_rows_is_one, "the same, all drawn", examples=1,
+    tested=True,
+)  # fmt: skip
 
 
 def _loops(name: str) -> Claim:
@@ -110,4 +123,14 @@ RACES = (
     row("look-in-the-mode-of-training", TOUCHES,
         "the reference of pairs is asked with dropout, and random numbers are drawn",
         ("race.runner.row_losses", "evaluation_mode(trainer.model), ", "")),
+    row("steps-of-one-process", DEALT,
+        "a run of several processes is taken for as long as one of a single process",
+        ("train.steps.Schedule.steps", "(self.batch * self.processes)", "self.batch")),
+    row("options-for-a-run-that-is-too-short", LONGER,
+        "a refused race names options with which it is refused again",
+        ("train.steps.Schedule.longer", "if one.steps >= wanted", "if one.steps >= wanted // 2")),
+    row("remedy-that-is-in-force", FEW_ROWS,
+        "too few validation rows are met with an option that has that value already",
+        ("train.refusals.pool_remedies",
+         "all_drawn if _has_pool(args, rows, processes, **all_drawn) else None", "all_drawn")),
 )  # fmt: skip
