@@ -68,7 +68,7 @@ def watched(trainer: Any) -> list[dict[str, Any]]:
     decided: list[dict[str, Any]] = []
     record = trainer.records.micro_batch
 
-    def listen(batch: Any, values: Any, weights: Tensor, factor: Any) -> None:
+    def listen(batch: Any, values: Any, weights: Tensor, factor: Any, **named: Any) -> None:
         decided.append(
             {
                 "step": trainer.state.global_step,
@@ -78,7 +78,7 @@ def watched(trainer: Any) -> list[dict[str, Any]]:
                 "weights": weights,
             }
         )
-        record(batch, values, weights, factor)
+        record(batch, values, weights, factor, **named)
 
     trainer.records.micro_batch = listen
     return decided
