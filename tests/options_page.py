@@ -20,7 +20,7 @@ from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies import find_policy, policy_names
 from alphatoken_lab.methods.preference import PreferencePolicy
 
-ALONE = ("standard_errors", "derivative", "damping")
+ALONE = ("standard_errors", "damping")
 """Fields of ``ScorerConfig`` that trainers leave at their defaults."""
 
 _HEAD = """\
