@@ -77,6 +77,12 @@ def test_the_derivative_is_chosen_from_the_shell(world: World, tmp_path: Path) -
     assert summary["values"]["derivatives"] == {"forward_mode": 0.0}
 
 
+def test_the_derivative_is_an_option_of_trainers(tmp_path: Path) -> None:
+    options = {"estimator": "label", "derivative": "central", "use_cpu": True, "bf16": False}
+    args = AlphaSFTConfig(output_dir=str(tmp_path), **options)
+    assert args.scorer_config().derivative == "central"
+
+
 def test_what_is_valued_is_said_before_any_work(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
