@@ -329,7 +329,7 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             ConfigError: words that cannot be read.
         """
-        known = list(self._option_string_actions)
+        flags = list(self._option_string_actions)
         for word in args or ():
             if word == "--":
                 break
@@ -337,12 +337,12 @@ class CommandParser(argparse.ArgumentParser):
             if not flag.startswith("--") or " " in word:  # argparse takes a blank for a value's
                 continue
             if not (
-                any(own.startswith(flag) for own in known) if self.allow_abbrev else flag in known
+                any(own.startswith(flag) for own in flags) if self.allow_abbrev else flag in flags
             ):
                 raise ConfigError(
                     "there is no such option",
                     got=flag,
-                    remedy=close_to(flag, known) or f"{self.prog} {HELP_ALL} lists them",
+                    remedy=close_to(flag, flags) or f"{self.prog} {HELP_ALL} lists them",
                 )
         return super().parse_args(args, namespace)
 

@@ -329,14 +329,14 @@ class RowReader:
     def _require_a_prompt(self, row: Row) -> None:
         """Refuse plain text, of which all is learned, where the answers alone are to be."""
         args, named = self.arguments.training, ("completion_only_loss", "assistant_only_loss")
-        asked = [name for name in named if getattr(args, name, None)]
+        chosen = [name for name in named if getattr(args, name, None)]
         plain = all(turn.role == "assistant" and not turn.message for turn in row.turns)
-        if asked and plain:
+        if chosen and plain:
             raise DataError(
-                f"a row has no prompt, and {asked[0]} trains on answers alone",
+                f"a row has no prompt, and {chosen[0]} trains on answers alone",
                 got=row.place,
                 why="every token of a plain text is learned",
-                remedy=f"leave {asked[0]} out, or give prompt and response, or messages",
+                remedy=f"leave {chosen[0]} out, or give prompt and response, or messages",
             )
 
     def _written(self, pair: Pair) -> tuple[Example, set[str]]:

@@ -154,11 +154,11 @@ def _named_by(name: str, role: str, there: Sequence[str]) -> str:
     "did you mean 'messages'? The column is named by --messages_column (Fields(messages=...))"
     """
     close = get_close_matches(name, there, n=1)
-    asked = f"did you mean {close[0]!r}? " if close else ""
+    near = f"did you mean {close[0]!r}? " if close else ""
     field = _NAMED.get(role)
     if field is None:
-        return asked.strip() or "check the name of the column"
-    return f"{asked}The column is named by --{field}_column (Fields({field}=...))"
+        return near.strip() or "check the name of the column"
+    return f"{near}The column is named by --{field}_column (Fields({field}=...))"
 
 
 class Survey:

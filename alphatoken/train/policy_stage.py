@@ -171,7 +171,7 @@ def _stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> P
     if policy.needs.validation:
         validation_rows = trainer.prepare_rows(validation, "validation")
         check_tokens(validation_rows, trainer.model, "validation")
-    given = handed_over(trainer)
+    from_caller = handed_over(trainer)
     rows = TrainingRows(trainer)
     schedule = Schedule.of(options, len(rows), Ranks(trainer.accelerator).world)
     can_train_copies = layout(trainer.accelerator) == "single" and policy.family != "preference"
@@ -184,7 +184,7 @@ def _stage(trainer: TrainerInterface, policy: TokenPolicy, validation: Any) -> P
         batch_size=options.per_device_eval_batch_size,
         progress=False if options.disable_tqdm else None,
         train=partial(_train_copy, trainer) if can_train_copies else None,
-        run={**run_options(options), **({"handed over": given} if given else {})},
+        run={**run_options(options), **({"handed over": from_caller} if from_caller else {})},
         tokenizer=text_tokenizer(trainer.processing_class),
         autocast=trainer.accelerator.autocast,
         rows_of_step=None if getattr(options, "packing", False) else schedule.rows_of_step,

@@ -329,11 +329,11 @@ def pool_remedies(args: Any, rows: int, processes: int) -> Iterator[str]:
     ]
     single = [next((own for own in sizes if _has_pool(args, rows, processes, **own)), None)]
     single += [all_drawn if _has_pool(args, rows, processes, **all_drawn) else None]
-    found = [own for own in single if own is not None]
-    if not found:
+    remedies = [own for own in single if own is not None]
+    if not remedies:
         both = ({**all_drawn, **own} for own in sizes)
-        found = [own for own in both if _has_pool(args, rows, processes, **own)][:1]
-    yield from map(_in_words, found)
+        remedies = [own for own in both if _has_pool(args, rows, processes, **own)][:1]
+    yield from map(_in_words, remedies)
 
 
 def _in_words(options: Mapping[str, Any]) -> str:

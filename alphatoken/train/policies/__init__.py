@@ -182,12 +182,12 @@ def _no_such_policy(name: str) -> ConfigError:
     names = tuple(dict.fromkeys((*TRAINER_POLICIES, *STANDS_FOR, *policy_names())))
     plain = name.lower().replace("_", "-")
     close = difflib.get_close_matches(plain, dict.fromkeys((*names, *OF_LAB)), n=1)
-    known, why = f"known: {', '.join(names)}; or module:Class", ""
+    choices, why = f"known: {', '.join(names)}; or module:Class", ""
     if close and close[0] not in names:
         why = f"{close[0]} is a published method, and those are in the package alphatoken-lab"
-        known = f"`pip install ./lab` in a clone of the repository; {known}"
-    asked = f"did you mean {close[0]}? " if close and close[0] != name else ""
-    return ConfigError(what, got=got, why=why, remedy=asked + known)
+        choices = f"`pip install ./lab` in a clone of the repository; {choices}"
+    near = f"did you mean {close[0]}? " if close and close[0] != name else ""
+    return ConfigError(what, got=got, why=why, remedy=near + choices)
 
 
 def _require_class(kind: Any, called: str) -> type[TokenPolicy]:

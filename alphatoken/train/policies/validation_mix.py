@@ -96,7 +96,7 @@ class ValidationMix(Standard):
         tokens).
         """
         count = len(self._validation)
-        known = {
+        of_run = {
             "training_rows_of_step": self._rows_of_step,
             "steps": self._steps,
             "added_rows": None if self._steps is None else self._steps * self.rows,
@@ -105,7 +105,7 @@ class ValidationMix(Standard):
             "rows": float(self.rows),
             "validation_rows": float(count),
             "steps_of_an_epoch": count / self.rows,
-            **{name: float(number) for name, number in known.items() if number is not None},
+            **{name: float(number) for name, number in of_run.items() if number is not None},
         }
 
     def prepare(self, stage: PolicyStage) -> None:
