@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from alphatoken.data import Row, Turn, encode_row
 from alphatoken.data.weights import joined, parted, turn_weights, whole_labels
-from alphatoken.errors import DataError, NumericalError
+from alphatoken.errors import DataError, InputError, NumericalError
 from tests.property.profiles import budget
 from tests.property.reference_step import RunConfig
 from tests.property.setups import refusal
@@ -336,9 +336,10 @@ def test_a_step_of_pairs_is_the_weighted_sum(divisor: str, kept: str) -> None:
 
 
 @given(st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0]), min_size=2, max_size=4))
+@example([0.0, 0.0])
 @budget(0.1)
 def test_a_sum_that_is_not_positive_divides_nothing(weights: list[float]) -> None:
-    """A step is refused where its weights sum to 0 or less and are to divide it.
+    """A step is refused where its weights sum to 0 or less and are to divide it; a run of 0 alone.
 
     Proves: sum of own weights as a divisor (exact), against the sum of the row's numbers.
     """
@@ -350,6 +351,9 @@ def test_a_sum_that_is_not_positive_divides_nothing(weights: list[float]) -> Non
     error = refusal(lambda: trained(*arguments, **more))
     if math.fsum(weights) > 0:
         assert error is None
-    else:
+    elif any(weights):
         assert isinstance(error, NumericalError)
         assert "cannot divide" in str(error)
+    else:
+        assert isinstance(error, InputError)
+        assert "every weight of the training rows is 0" in str(error)
