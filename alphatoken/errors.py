@@ -7,6 +7,7 @@ derives from that too.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -212,6 +213,21 @@ def refuse_unknown(
             if close
             else f"leave it out; help({owner}) lists those that there are",
         )
+
+
+@contextmanager
+def unsaid(logger: str, pattern: str) -> Iterator[None]:
+    """Context in which a library's logger leaves out what has this pattern: we say it ourselves."""
+    log, left_out = logging.getLogger(logger), re.compile(pattern)
+
+    def other(record: logging.LogRecord) -> bool:
+        return left_out.search(record.getMessage()) is None
+
+    log.addFilter(other)
+    try:
+        yield
+    finally:
+        log.removeFilter(other)
 
 
 @contextmanager

@@ -146,10 +146,9 @@ def read_arguments(
     options.datasets = _mixture(options)
     made = [_make(kind, options) for kind in parser.dataclass_types]
     run, data, config, model, *rest = made
-    unread_rows = [name for name, _ in data.unread_of_fisher(reads_fisher=config.reads_fisher)]
-    if data.retention_data and not (race or config.reads_retention):
-        unread_rows.append("retention_data")
-    for name in unread_rows:
+    reads_retention = race or config.reads_retention
+    own = {"reads_fisher": config.reads_fisher, "reads_retention": reads_retention}
+    for name, _ in list(data.unread_of_retention(**own)):
         # A recipe serves several objectives, as a grid's does; what is typed is meant.
         if name not in named_options(words):
             unread = (*unread, name)

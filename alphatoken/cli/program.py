@@ -28,7 +28,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import partial
 from importlib import import_module
@@ -36,7 +36,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NoReturn, TypeVar
 
 from alphatoken.cli.recipes import close_to
-from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.errors import AlphaTokenError, ConfigError, unsaid
 from alphatoken.support.options import Limits, limits_of
 
 # What the system says of a name that the user got wrong, and not of a disk or of permissions.
@@ -176,29 +176,23 @@ def _own_modules() -> Iterator[None]:
 
 
 _NOISE = {
-    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
-    "DeepSpeed": "Setting accelerator to CPU.",
+    "bitsandbytes.backends.cpu.ops": (
+        r"^Failed to load CPU gemm_4bit_forward from kernels-community"
+    ),
+    "DeepSpeed": r"^Setting accelerator to CPU\.",
 }
 """Logger of another library -> the beginning of a line of it that says nothing of a run."""
 _UNPINNED = "'pin_memory' argument is set as true but no"
 """The beginning of torch's warning of each loader on a machine without an accelerator."""
 
 
-def _begins_otherwise(text: str, record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(text)
-
-
 @contextmanager
 def _without_noise() -> Iterator[None]:
     """Leaves these lines of other libraries out, and no others of theirs."""
-    filters = {name: partial(_begins_otherwise, text) for name, text in _NOISE.items()}
-    for name, own in filters.items():
-        logging.getLogger(name).addFilter(own)
-    try:
+    with ExitStack() as stack:
+        for logger, beginning in _NOISE.items():
+            stack.enter_context(unsaid(logger, beginning))
         yield
-    finally:
-        for name, own in filters.items():
-            logging.getLogger(name).removeFilter(own)
 
 
 @contextmanager

@@ -180,11 +180,10 @@ class _Command:
         self._unweighted = datasets["train_dataset"]
         if self._weighed:
             self._unweighted = without_weights(self._unweighted)
-        wanted = arguments.race.choosing_rows
-        own_file = arguments.race.choosing_file is not None
-        check_arms(
-            configurations, datasets, None if own_file else partial(set_aside, wanted=wanted)
-        )
+        split = None
+        if arguments.race.choosing_file is None:
+            split = partial(set_aside, wanted=arguments.race.choosing_rows)
+        check_arms(configurations, datasets, split)
         rows = {"choosing": datasets.pop("choosing_dataset")}
         if "watched_dataset" in datasets:
             rows["retention"] = datasets.pop("watched_dataset")

@@ -76,8 +76,12 @@ class RowArguments(ColumnOptions, LeftOutOptions):
         "lose the beginning of their prompt ('cut').",
     )
 
-    def unread_of_fisher(self, *, reads_fisher: bool) -> Iterator[tuple[str, str]]:
-        """Options of a Fisher that are given and not read: name, and the one that is read."""
+    def unread_of_retention(
+        self, *, reads_fisher: bool, reads_retention: bool
+    ) -> Iterator[tuple[str, str]]:
+        """Rows of a retention term that are given and not read: name, and the one that is read."""
+        if self.retention_data and not reads_retention:
+            yield "retention_data", ""
         instead = ""
         for name in ("fisher_file", "fisher_data", "fisher_prompts"):
             value = getattr(self, name)

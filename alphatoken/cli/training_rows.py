@@ -54,7 +54,7 @@ from alphatoken.train.python_rows import (
     pair_tokens,
     said_limits,
 )
-from alphatoken.train.refusals import check_pool, raise_first
+from alphatoken.train.refusals import pool_of, raise_first
 
 # --- what is refused before any row is read -------------------------------------------------------
 
@@ -138,20 +138,17 @@ def _refused_rows(arguments: Arguments, reads_fisher: bool) -> Iterator[ConfigEr
             remedy="two runs: --policy standard --train_file CLEAN, then --policy standard with "
             "--model_name_or_path of the first one's folder",
         )
-    if data.retention_data and not (arguments.race or args.reads_retention):
-        yield ConfigError(
-            "retention_data is given, and no retention rows are wanted",
-            got=f"--retention_data {data.retention_data}, retention {args.retention}, objective "
-            f"{args.objective}",
-            why="nothing would read it",
-            remedy="--objective both --retention data, or leave --retention_data out",
-        )
-    for name, instead in data.unread_of_fisher(reads_fisher=reads_fisher):
+    reads_retention = bool(arguments.race or args.reads_retention)
+    for name, instead in data.unread_of_retention(
+        reads_fisher=reads_fisher, reads_retention=reads_retention
+    ):
         got = f"--{name} {getattr(data, name)}, "
         got += instead or f"retention {args.retention}, objective {args.objective}"
-        wanted = "--objective both --retention diagonal, or "
+        of_rows = name == "retention_data"
+        wanted = f"--objective both --retention {'data' if of_rows else 'diagonal'}, or "
+        term = "retention rows are" if of_rows else "Fisher is"
         yield ConfigError(
-            f"{name} is given, and no Fisher is {'fitted on it' if instead else 'wanted'}",
+            f"{name} is given, and no {term} {'fitted on it' if instead else 'wanted'}",
             got=got,
             why="nothing would read it",
             remedy=f"{'' if instead else wanted}leave --{name} out",
@@ -535,7 +532,7 @@ def _about_a_fixed_batch(args: Any, rows: int) -> list[str]:
     if not args.needs_values or args.objective == "stability" or args.validation_mode != "fixed":
         return []
     try:
-        pool = check_pool(args, rows, args.world_size)
+        pool = pool_of(args, rows, args.world_size)
     except ConfigError:
         return []  # which is said where the rows are used
     used, held_out = len(pool.drawn), len(pool.held_out)

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from alphatoken.data.encode import Example, prompt_tokens
@@ -72,6 +73,20 @@ def token_keys(example: Example, by: str = "prompt") -> set[str]:
 def repeated_in(keys: Collection[str], pools: Mapping[str, AbstractSet[str]]) -> str | None:
     """The first of these pools, name -> keys of its rows, that has the row with these ``keys``."""
     return next((name for name, others in pools.items() if not others.isdisjoint(keys)), None)
+
+
+def repeat_of(
+    keys: Callable[[str], Collection[str]], by: str, pools: Mapping[str, AbstractSet[str]]
+) -> tuple[str, bool] | None:
+    """The first pool that has a row, and whether it has all of it; None where none has.
+
+    Args:
+        keys: keys of the row, by an option ``leak_key``.
+        by: that option: by "prompt" a row may share the prompt alone.
+        pools: as of :func:`repeated_in`.
+    """
+    pool = repeated_in(keys(by), pools)
+    return None if pool is None else (pool, repeated_in(keys("conversation"), pools) is not None)
 
 
 def _hex(ids: Sequence[int]) -> str:
@@ -140,12 +155,13 @@ def split_pools(
     leaks, whole = {"validation": 0, "fisher": 0}, 0
     held_out = {"validation": validation_keys, "fisher": kept_out}
     for row in rest:
-        pool = repeated_in(keys(row, leak_key), held_out)
-        if pool is None:
+        repeat = repeat_of(partial(keys, row), leak_key, held_out)
+        if repeat is None:
             train.append(row)
         else:
+            pool, all_of_it = repeat
             leaks[pool] += 1
-            whole += repeated_in(keys(row, "conversation"), held_out) is not None
+            whole += all_of_it
             add_place(places[f"removed_same_as_{pool}"], row.place)
     counts = {
         "rows": len(data),

@@ -101,7 +101,8 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     options = options or Options()
     if subject.folder is not None and find_spec("pyarrow") is None:
         raise ConfigError("value files need pyarrow", remedy="pip install 'alphatoken[data]'")
-    walked, groups, notes = _groups(subject)
+    walked, groups, notes, more = _groups(subject)
+    notes += more
     config = with_estimator(subject.config, WALK)
     scorer = scorer_for(subject, rows=walked, config=config)
     scorer.pin("data")  # nothing is trained, so the weights need not be read to see it
@@ -233,11 +234,13 @@ def require_rows(subject: Subject) -> list[str]:
     Raises:
         DataError: fewer than 8 of either.
     """
-    return [note for note in _groups(subject)[2] if "left out" in note]
+    return _groups(subject)[2]
 
 
-def _groups(subject: Subject) -> tuple[list[Example], dict[str, list[Example]], list[str]]:
-    """Rows of the walk, rows to compare by group, and what was left out."""
+def _groups(
+    subject: Subject,
+) -> tuple[list[Example], dict[str, list[Example]], list[str], list[str]]:
+    """Rows of the walk, rows to compare by group, what was left out, and notes on the others."""
     train, trusted = (
         [row for row in rows if row.response_tokens] for rows in (subject.train, subject.validation)
     )
@@ -248,14 +251,15 @@ def _groups(subject: Subject) -> tuple[list[Example], dict[str, list[Example]], 
     kept, judged = list(distinct.values()), list(_without_copies(others).values())
     _require_enough(kept, judged)
     walked, reference = halves(kept, subject.seed)
-    left_out = {
+    parted = {
         "training rows have no response": (subject.train, train),
         "training rows are among the trusted ones": (train, others),
         "training rows repeat another one": (others, judged),
         "trusted rows have no response": (subject.validation, trusted),
         "trusted rows repeat another one": (trusted, kept),
     }
-    notes = [note for what, rows in left_out.items() if (note := _left_out(what, *rows))]
+    left_out = [note for what, rows in parted.items() if (note := _left_out(what, *rows))]
+    notes = []
     for name, rows in (("training", judged), ("reference", reference)):
         if shared := len(rows) - len(_by_prompt(rows)):
             notes.append(
@@ -266,7 +270,7 @@ def _groups(subject: Subject) -> tuple[list[Example], dict[str, list[Example]], 
         f"The walk was taken on {len(walked)} trusted rows; the other {len(reference)} are the "
         "reference."
     )
-    return walked, {JUDGED: judged, TRUSTED: reference}, notes
+    return walked, {JUDGED: judged, TRUSTED: reference}, left_out, notes
 
 
 def _left_out(what: str, rows: Sequence[Example], kept: Sequence[Example]) -> str:

@@ -6,7 +6,6 @@ and the rows of the embedding that it holds.
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from alphatoken.errors import AlphaTokenError, ConfigError, ModelError, quoted
+from alphatoken.errors import AlphaTokenError, ConfigError, ModelError, quoted, unsaid
 from alphatoken.model.batch import embedding_rows
 from alphatoken.model.folder import (
     is_adapter,
@@ -422,21 +421,6 @@ def _refusal(what: str, name: str, error: Exception) -> ModelError:
     else:
         remedy = "check the path and that the files in it are whole"
     return ModelError(f"the {what} cannot be loaded", got=got, remedy=remedy)
-
-
-@contextmanager
-def unsaid(logger: str, words: str) -> Iterator[None]:
-    """Context in which a library's logger says nothing with these words: we say it ourselves."""
-    log = logging.getLogger(logger)
-
-    def other(record: logging.LogRecord) -> bool:
-        return words not in record.getMessage()
-
-    log.addFilter(other)
-    try:
-        yield
-    finally:
-        log.removeFilter(other)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 from alphatoken.errors import ConfigError, InputError, refuse_unknown
 from alphatoken.presets import PRESETS, written_options
 from alphatoken.train.fields import AlphaFields
+from alphatoken.train.steps import LEAST_STEPS
 
 ALL = "all"
 """The arm that all others are compared with: every response token with weight 1."""
@@ -27,7 +28,7 @@ PACKAGED: Mapping[str, Mapping[str, Any]] = {
 """Arms by name: the 80 % of highest value by each preset; ``all`` is in every race."""
 
 SHARES = (25, 50, 100)
-EARLIEST = 20
+EARLIEST = LEAST_STEPS
 """Thousandths of the run's steps at which there are looks, and the first step for one: at five
 steps selection led on rows of each of four kinds, and at forty on one of them alone."""
 

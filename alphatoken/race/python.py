@@ -111,10 +111,9 @@ def race(
     for name in train.keys() - weighed if weighed else ():
         train[name] = without_weights(train[name])
     text_field = getattr(args, "dataset_text_field", "text")
-    split = (
-        None if choosing_dataset is not None else partial(set_aside, wanted=config.choosing_rows)
-    )
+    split = None
     if choosing_dataset is None:
+        split = partial(set_aside, wanted=config.choosing_rows)
         validation_dataset, choosing_dataset = _split(
             validation_dataset, config.choosing_rows, args.value_seed
         )

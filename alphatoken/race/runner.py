@@ -15,7 +15,6 @@ checkpoint.
 from __future__ import annotations
 
 import gc
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,13 +59,13 @@ from alphatoken.train.manifest import (
 )
 from alphatoken.train.policies import chosen_policy
 from alphatoken.train.refusals import (
-    check_pool,
     enough_rows,
+    pool_of,
     pool_remedies,
     raise_first,
     refused_datasets,
 )
-from alphatoken.train.steps import Schedule
+from alphatoken.train.steps import Schedule, steps_of
 
 STATE, ARMS = "race.json", "arms"
 """The state of a race, and the folder of its arms, in ``output_dir``."""
@@ -236,7 +235,7 @@ def _check_validation_rows(
     if not args.needs_values or args.objective == "stability":
         return
     try:
-        check_pool(args, rows, args.world_size)
+        pool_of(args, rows, args.world_size)
     except ConfigError as error:
         remedies = list(pool_remedies(args, rows, args.world_size))
         enough = in_all = enough_rows(args, rows, args.world_size)
@@ -661,9 +660,7 @@ def whole_run(trainer: Any) -> int:
             remedy="max_steps=N",
         )
     batches = len(trainer.get_train_dataloader())
-    in_epoch = max(-(-batches // args.gradient_accumulation_steps), 1)
-    steps: int = math.ceil(args.num_train_epochs * in_epoch)
-    return steps
+    return steps_of(batches, args.gradient_accumulation_steps, args.num_train_epochs)
 
 
 def _longer(trainer: Any, wanted: int) -> str:

@@ -36,7 +36,7 @@ from alphatoken.data import (
 from alphatoken.data.encode import NO_RESPONSE, survey_of
 from alphatoken.data.rows import UNLEARNED, Fields, Row, row_of
 from alphatoken.data.source import RowSource, each_row, find_source, source_of
-from alphatoken.data.split import check_draw, none_left, refuse_one_file, repeated_in, token_keys
+from alphatoken.data.split import check_draw, none_left, refuse_one_file, repeat_of, token_keys
 from alphatoken.data.survey import Survey, add_place
 from alphatoken.errors import ConfigError, DataError, counted
 from alphatoken.model.protocol import find_adapter
@@ -105,7 +105,7 @@ class CorpusSurvey:
                 place, ids, labels = self.tokens[index]
                 yield Example(Row(index, place, ()), ids.tolist(), labels.tolist())
 
-    def remove(self, row: Row, pool: str, *, whole: bool) -> None:
+    def remove(self, row: Row, pool: str, whole: bool) -> None:
         """Count a row that repeats one of the pool, and keep where it is."""
         outcome = f"removed_same_as_{pool}"
         self.counts[outcome] += 1
@@ -186,15 +186,13 @@ class Corpus:
         if row.index in self.drawn:
             outcomes.counts["drawn_validation"] += 1
             return None
-        if (pool := repeated_in(leak_keys(row, self.leak_key), pools)) is not None:
-            whole = repeated_in(leak_keys(row, "conversation"), pools) is not None
-            outcomes.remove(row, pool, whole=whole)
+        if repeat := repeat_of(partial(leak_keys, row), self.leak_key, pools):
+            outcomes.remove(row, *repeat)
             return None
         examples, report = encode_rows([row], self.tokenizer, self.how, survey)
-        keys = token_keys(examples[0], self.leak_key) if examples else ()
-        if (pool := repeated_in(keys, pools)) is not None:
-            whole = repeated_in(token_keys(examples[0], "conversation"), pools) is not None
-            outcomes.remove(row, pool, whole=whole)
+        keys = partial(token_keys, examples[0]) if examples else None
+        if keys and (repeat := repeat_of(keys, self.leak_key, pools)):
+            outcomes.remove(row, *repeat)
             return None
         if report.skipped_bad:
             reason = report.first_skipped[0].removeprefix(f"{row.place}: ")

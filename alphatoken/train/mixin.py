@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from alphatoken.direction.drift import FisherDrift
-from alphatoken.errors import ConfigError, UnsupportedError
-from alphatoken.model.loading import model_name, unsaid
+from alphatoken.errors import ConfigError, UnsupportedError, unsaid
+from alphatoken.model.loading import model_name
 from alphatoken.support.resume import adapter_settings
 from alphatoken.support.storage import write_text
 from alphatoken.train.checkpoint import STAGING, RunCheckpoints

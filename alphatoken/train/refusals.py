@@ -8,6 +8,7 @@ Each entry says what is wanted, why it cannot be, and the option that mends it; 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -272,7 +273,7 @@ def check_pool(args: Any, rows: int, processes: int) -> ValidationPool:
             help.
     """
     try:
-        return _pool(args, rows, processes)
+        return pool_of(args, rows, processes)
     except ConfigError as error:
         remedies = list(pool_remedies(args, rows, processes))
         if (enough := enough_rows(args, rows, processes)) is not None:
@@ -285,8 +286,12 @@ def check_pool(args: Any, rows: int, processes: int) -> ValidationPool:
         raise ConfigError(error.what, got=error.got, why=error.why, remedy=remedy) from None
 
 
-def _pool(args: Any, rows: int, processes: int, **changed: Any) -> ValidationPool:
-    """The same by the options ``changed``; the error is that of the pool itself."""
+def pool_of(args: Any, rows: int, processes: int, **changed: Any) -> ValidationPool:
+    """The same by the options ``changed``.
+
+    Raises:
+        ConfigError: that of the pool itself. No remedy is looked for.
+    """
     names = (
         "validation_batch_size", "validation_mode", "held_out_share", "held_out_steps", "value_seed"
     )  # fmt: skip
@@ -306,16 +311,20 @@ def _pool(args: Any, rows: int, processes: int, **changed: Any) -> ValidationPoo
 
 def _has_pool(args: Any, rows: int, processes: int, **changed: Any) -> bool:
     try:
-        _pool(args, rows, processes, **changed)
+        pool_of(args, rows, processes, **changed)
     except ConfigError:
         return False
     return True
 
 
 def enough_rows(args: Any, rows: int, processes: int, **changed: Any) -> int | None:
-    """The smallest number of validation rows above ``rows`` that the pool of a run can be of."""
+    """The smallest number of validation rows above ``rows`` that the pool of a run can be of.
+
+    Where some are enough more are, since both what is drawn and what is held out grow with them.
+    """
     more = range(rows + 1, 10_000)
-    return next((n for n in more if _has_pool(args, n, processes, **changed)), None)
+    place = bisect_left(more, True, key=lambda n: _has_pool(args, n, processes, **changed))
+    return more[place] if place < len(more) else None
 
 
 def pool_remedies(args: Any, rows: int, processes: int) -> Iterator[str]:

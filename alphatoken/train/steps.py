@@ -18,6 +18,11 @@ LEAST_STEPS = 20
 """Optimizer steps below which a run of a command is said to be short; no race looks before it."""
 
 
+def steps_of(batches: int, accumulated: int, epochs: float) -> int:
+    """Optimizer steps of so many epochs of so many batches, as transformers counts them."""
+    return math.ceil(epochs * max(-(-batches // accumulated), 1))
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What decides the number of steps of a run.
@@ -63,7 +68,7 @@ class Schedule:
             batches = self.rows // self.batch // self.processes
         else:
             batches = -(-self.rows // (self.batch * self.processes))
-        return math.ceil(self.epochs * max(-(-batches // self.accumulated), 1))
+        return steps_of(batches, self.accumulated, self.epochs)
 
     @property
     def rows_of_step(self) -> int:

@@ -25,8 +25,7 @@ from alphatoken_lab.runner.methods import PLAIN, Method, lacking_model
 REFERENCES = "references"
 """The task of models that cells need first, which nobody measures."""
 
-FAMILY = {"sft": "sft", "dpo": "preference"}
-"""The kind of trainer of a command."""
+_FAMILY = {"sft": "sft", "dpo": "preference"}
 _SECOND = {"sft": "curated", "dpo": "oracle"}
 """The reference that methods score with which need a second model and name none."""
 
@@ -67,7 +66,7 @@ class Task:
     policies: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        require_choice(f"the command of the task {self.name}", self.command, FAMILY)
+        require_choice(f"the command of the task {self.name}", self.command, _FAMILY)
         if self.measures is not None and not self.measures.target:
             raise ConfigError(
                 "no measure of the target is configured",
@@ -248,7 +247,7 @@ def all_cells(grid: Grid) -> list[Cell]:
 def _of_task(grid: Grid, task: Task, seed: int) -> Iterator[Cell]:
     for method in grid.methods:
         takes_part = task.policies is None or method.name in task.policies
-        if takes_part and method.family in (FAMILY[task.command], "both"):
+        if takes_part and method.family in (_FAMILY[task.command], "both"):
             modes = [mode for mode in method.modes if mode in grid.modes] or method.modes[:1]
             for mode in modes:
                 yield from _of_method(grid, task, method, mode, seed)
@@ -314,8 +313,8 @@ def _training_options(
     # What the task's recipe says of its own policy and estimator gives way to a method's, and so
     # does the grid's share to one that does not read it.
     neutral = unread_by_estimator(options)
-    unread = unread_options(options, FAMILY[task.command])
-    neutral |= {name: unread[name] for name in unread.keys() - left_out(options, task.command)}
+    unread = unread_options(options, _FAMILY[task.command])
+    neutral |= {name: unread[name] for name in unread.keys() - _of_every_policy(options)}
     said = {*task.options, "keep_ratio"}
     options |= {k: v for k, v in neutral.items() if k in said and k not in own}
     if lacks := lacking_model(method):
@@ -333,12 +332,13 @@ def _training_options(
 
 
 def left_out(options: Mapping[str, Any], command: str) -> set[str]:
-    """Options that stay in a cell for all policies alike, and that its own would refuse.
+    """Options that stay in a cell for all policies alike, and that its own would refuse."""
+    return _of_every_policy(options) & unread_options(options, _FAMILY[command]).keys()
 
-    Those of values where none are made, and of a divisor where the trainer below is left as it is.
-    """
-    apart = {*OF_VALUES, *(["kept_normalization"] if options.get("policy") in UNTOUCHED else ())}
-    return apart & unread_options(options, FAMILY[command]).keys()
+
+def _of_every_policy(options: Mapping[str, Any]) -> set[str]:
+    """Options of values, and of a divisor where the trainer below is left as it is."""
+    return {*OF_VALUES, *(["kept_normalization"] if options.get("policy") in UNTOUCHED else ())}
 
 
 def _named_after(task: Task, value: Any) -> Any:
