@@ -90,7 +90,7 @@ class ScorerConfig:
     ``alphatoken.estimate.captured`` says what each estimator contracts, and
     ``alphatoken.model.choice`` how ``parameters`` are chosen; for "walk", which moves all that
     trains, ``layers`` and ``parameters`` play no part. ``window`` None is no limit, 0 no causal
-    part. ``preconditioner`` may also be "kronecker", which is (K + mu)^-1 by the influence factors
+    part. ``preconditioner`` may also be "kronecker", which is (H + mu)^-1 by the influence factors
     handed to the scorer, or a mapping from parameter name to P; "full" is built anew for each
     batch, because it contains the gradient that the step will see (``step_weights`` of
     ``Scorer.score`` and ``Observed.values``).
@@ -155,7 +155,7 @@ class ScorerConfig:
     )
     damping: float = option(
         0.1,
-        "what preconditioner='kronecker' adds to each eigenvalue of K, as a share of their mean",
+        "what preconditioner='kronecker' adds to each eigenvalue of H, as a share of their mean",
         at_least=0,
         below=math.inf,
     )
@@ -171,8 +171,8 @@ class ScorerConfig:
     uncovered: str = option(
         "error", "'error', or 'skip' matrices that no estimator covers", choices=("error", "skip")
     )
-    # The median over parameters of ``||W - W_ref|| / ||W_ref||``, so that a few that moved far in
-    # training do not decide.
+    # The median over parameters of ``||theta - theta_ref|| / ||theta_ref||``, so that a few that
+    # moved far in training do not decide.
     max_relative_drift: float | None = option(
         1.0,
         "drift above which a Fisher is taken for another model's; none checks nothing",

@@ -217,7 +217,6 @@ class _Command:
             self._arguments.race,
             self._rows,
             folder,
-            weighed=self._weighed,
             say=_say,
             shown=lambda result: write_race_page(folder / PAGE, result, command),
         )

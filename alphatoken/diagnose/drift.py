@@ -5,7 +5,7 @@ fine-tuned from the same one; the mean state of each probe is compared with itse
 by a picture in which all models are laid out together. What the movement cost is read off the
 probes' loss.
 
-The retention term itself, ``V = F o (W - W_ref)``, is in ``alphatoken.direction.drift``.
+The retention term itself, ``V = F o (theta - theta_ref)``, is in ``alphatoken.direction.drift``.
 """
 
 from __future__ import annotations

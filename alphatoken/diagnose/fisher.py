@@ -1,6 +1,6 @@
 """Diagnostic ``fisher``: agreement of the Fisher-drift proxy with real retention rows.
 
-    proxy score    stability component with V = F o (W - W_ref), or S_F (W - W_ref) A_F
+    proxy score    stability component with V = F o (theta - theta_ref), or of Kronecker factors
     oracle score   the same with V = gradient of the loss on held-out retention rows
 
 Both at the model after fine-tuning, with the Fisher fitted at the reference: as in the paper, by
@@ -130,7 +130,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     fishers, notes = variants(subject, options.max_new_tokens)
     named = dict(before.named_parameters(remove_duplicate=False))
     reference = {name: named[name].detach().clone() for name in scorer.parameters}
-    # F = 1, the control: V is the drift W - W_ref itself.
+    # F = 1, the control: V is the drift theta - theta_ref itself.
     ones = {name: torch.ones_like(weight) for name, weight in reference.items()}
     fishers["none"] = FisherDrift(ones, reference, {"labels": "none"})
     directions = {name: _along(scorer, drift) for name, drift in fishers.items()}
@@ -171,14 +171,14 @@ def _require_drift(before: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         raise InputError(
             "the reference is not the same kind of model",
             got=f"'{unlike[0]}' is missing from it or has another shape",
-            why="W - W_ref needs the same weights in both",
+            why="theta - theta_ref needs the same weights in both",
             remedy="give the model that fine-tuning began with, adapters included",
         )
     if all(torch.equal(weight, named[name]) for name, weight in parameters.items()):
         raise InputError(
             "the model has not left its reference in any scored weight",
-            got=f"{len(parameters)} weights with W = W_ref",
-            why="V = F o (W - W_ref) is zero, and so is every proxy value: there is no ranking",
+            got=f"{len(parameters)} weights with theta = theta_ref",
+            why="V = F o (theta - theta_ref) is zero, and so is every proxy value: nothing to rank",
             remedy="give the model before fine-tuning as --reference, or a larger --tuning_rate",
         )
 

@@ -56,8 +56,8 @@ def with_estimator(config: ScorerConfig, estimator: str) -> ScorerConfig:
 def retention_term(subject: Subject) -> FisherDrift | None:
     """The retention term of the subject's values; None where it would be zero for every token.
 
-    ``V = F o (W - W_ref)`` is zero at the reference: without a Fisher or a reference model given
-    there is nothing to fit one for.
+    ``V = F o (theta - theta_ref)`` is zero at the reference: without a Fisher or a reference model
+    given there is nothing to fit one for.
     """
     if subject.config.objective == "adaptation":
         return None

@@ -9,7 +9,7 @@
   their gradients (:mod:`~alphatoken.direction.moments`).
 * ``P``, what an optimizer's step does to a gradient: :mod:`~alphatoken.direction.preconditioner`
   states it for each known optimizer, and :mod:`~alphatoken.direction.optimizers` finds the
-  optimizer's state. ``P`` may also be ``(K + mu)^-1`` of influence functions:
+  optimizer's state. ``P`` may also be ``(H + mu)^-1`` of influence functions:
   :mod:`~alphatoken.direction.influence`.
 * ``M``: :mod:`~alphatoken.direction.algebra` is the formula on matrices,
   :mod:`~alphatoken.direction.scored` chooses the parameters, :mod:`~alphatoken.direction.inputs`

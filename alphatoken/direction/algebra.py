@@ -18,25 +18,26 @@ from alphatoken.support.precision import full_precision, wide
 
 
 def diagonal_drift(fisher: Tensor, weight: Tensor, reference: Tensor) -> Tensor:
-    """Retention term of a diagonal Fisher: ``V = F o (W - W_ref)``.
+    """Retention term of a diagonal Fisher: ``V = F o (theta - theta_ref)``.
 
-    Exactly zero while W = W_ref. Source: eq. V_layer. Oracle: ``alphatoken.oracle.retention``.
+    Exactly zero while theta = theta_ref. Source: eq. V_layer.
+    Oracle: ``alphatoken.oracle.retention``.
     """
-    # Widened before the difference is taken: after a few steps W and W_ref agree in most bits, and
-    # their difference in 16 bits would be rounding.
+    # Widened before the difference is taken: after a few steps theta and theta_ref agree in most
+    # bits, and their difference in 16 bits would be rounding.
     dtype = wide(weight.dtype, fisher.dtype)
     return fisher.to(dtype) * (weight.to(dtype) - reference.to(dtype))
 
 
 @full_precision
 def kronecker_drift(errors: Tensor, inputs: Tensor, weight: Tensor, reference: Tensor) -> Tensor:
-    """Retention term of a Kronecker-factored Fisher: ``V = S_F (W - W_ref) A_F``.
+    """Retention term of a Kronecker-factored Fisher: ``V = S_F (theta - theta_ref) A_F``.
 
     Args:
         errors: S_F (d_out, d_out).
         inputs: A_F (d_in, d_in).
         weight: W (d_out, d_in).
-        reference: W_ref, the same shape.
+        reference: theta_ref, the same shape.
     """
     dtype = wide(weight.dtype, errors.dtype, inputs.dtype)
     drift = weight.to(dtype) - reference.to(dtype)

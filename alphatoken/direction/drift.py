@@ -1,8 +1,8 @@
-"""Fisher drift: the retention direction V = F o (W - W_ref), or S_F (W - W_ref) A_F.
+"""Fisher drift: V = F o (theta - theta_ref), or S_F (theta - theta_ref) A_F.
 
 The Fisher and the reference weights are constants; V is rebuilt from the current weights. V is
-exactly zero at W = W_ref, so retention says nothing at step 0. Under LoRA with B_ref = 0 the
-gradient of A is zero at the reference, hence so is its Fisher: A's part of V stays zero for ever.
+exactly zero at theta = theta_ref, so retention says nothing at step 0. Under LoRA with B_ref = 0
+the gradient of A is zero at the reference, hence so is its Fisher: A's part of V stays zero.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def library_version() -> str:
 class FisherDrift:
     """A Fisher of the reference model, its weights, and V as a function of the current weights.
 
-    Diagonal: V = F o (W - W_ref), all (d_out, d_in) or whatever shape the parameter has.
-    Kronecker: V = left (W - W_ref) right with (left, right) = (S_F, A_F), or (A_F, S_F) for
+    Diagonal: V = F o (theta - theta_ref), all (d_out, d_in) or whatever shape the parameter has.
+    Kronecker: V = left (theta - theta_ref) right with (left, right) = (S_F, A_F), or (A_F, S_F) for
     weights stored as (d_in, d_out).
 
     Scale: F squares a gradient summed over a response, so V is in units of loss per sequence,
@@ -163,7 +163,7 @@ class FisherDrift:
 
     @torch.no_grad()
     def drift(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
-        """Relative drift ||W - W_ref|| / ||W_ref|| (Frobenius) by parameter name.
+        """Relative drift ||theta - theta_ref|| / ||theta_ref|| (Frobenius) by parameter name.
 
         Parameters whose reference is zero (LoRA's B before training) are left out. Raises as
         :meth:`direction`.
@@ -182,8 +182,8 @@ class FisherDrift:
     def lost_in(self, parameters: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.dtype] | None:
         """Dtypes (reference, weights) where most of the drift is the rounding between them.
 
-        Most of ``W - W_ref`` is then gone once both are in the narrower one. None where it is not,
-        or where all have one dtype. Raises as :meth:`direction`.
+        Most of ``theta - theta_ref`` is then gone once both are in the narrower one. None where it
+        is not, or where all have one dtype. Raises as :meth:`direction`.
         """
         self.require({name: weight.shape for name, weight in parameters.items()})
         apart = left = 0.0
@@ -406,7 +406,7 @@ def check_base(fitted: Mapping[str, float], now: Mapping[str, float]) -> None:
 
 
 def check_distance(relative: Mapping[str, float], most: float | None) -> None:
-    """Refuse a Fisher of which the median ``||W - W_ref|| / ||W_ref||`` is above ``most``."""
+    """Refuse a Fisher if the median ``||theta - theta_ref|| / ||theta_ref||`` exceeds ``most``."""
     if most is None or not relative:
         return
     # The median, so that a few matrices that moved far in training do not decide.
@@ -439,7 +439,7 @@ def _check_names(entries: set[str], reference: set[str]) -> None:
         raise FisherError(
             f"there is no {side} for '{name}'",
             got=f"{len(entries)} Fisher entries, {len(reference)} references",
-            why="V = F o (W - W_ref) needs both",
+            why="V = F o (theta - theta_ref) needs both",
             remedy="give both under the same names",
         )
 

@@ -1,8 +1,8 @@
-"""Influence directions: M = (K + mu)^-1 G, K the eigenvalue-corrected Kronecker-factored Fisher.
+"""Influence directions: M = (H + mu)^-1 G, H the eigenvalue-corrected Kronecker-factored Fisher.
 
 Of each scored linear, over its flattened weight,
 
-    K  =  (Q_S (x) Q_A) diag(Lambda) (Q_S (x) Q_A)^T
+    H  =  (Q_S (x) Q_A) diag(Lambda) (Q_S (x) Q_A)^T
     M  =  Q_S ((Q_S^T G Q_A) / (Lambda + mu)) Q_A^T
 
 with Q_S, Q_A the eigenvectors of the factors S_F (of output errors) and A_F (of inputs) and
@@ -13,8 +13,8 @@ g is the gradient of one training sequence's *summed* log-likelihood, whose labe
 the model at every response position, on the given prefix. Labels of two positions are then
 independent and each score has mean zero, so that E[g g^T] is the sum of the single tokens': Lambda
 is the diagonal, in these eigenvectors, of the Fisher of the *mean token loss*, as G is a gradient
-of one. K is in units of loss per token per squared unit of weight, and M in units of weight: the
-move by which Newton's step on K follows G.
+of one. H is in units of loss per token per squared unit of weight, and M in units of weight: the
+move by which Newton's step on H follows G.
 
 mu is ``damping`` times the mean of Lambda, of each linear by itself. For damping to infinity
 ``mu M`` tends to G.
@@ -46,9 +46,9 @@ _PARTS = ("left", "right", "eigenvalues")
 
 @dataclass(frozen=True, eq=False)
 class InfluenceFactors:
-    """K of every parameter, by its eigenvectors and eigenvalues, in the parameter's stored layout.
+    """H of every parameter, by its eigenvectors and eigenvalues, in the parameter's stored layout.
 
-    ``K = (left (x) right) diag(eigenvalues) (left (x) right)^T``. Of a weight stored as (d_out,
+    ``H = (left (x) right) diag(eigenvalues) (left (x) right)^T``. Of a weight stored as (d_out,
     d_in) left is Q_S and right Q_A; stored the other way round, they are exchanged and Lambda is
     turned.
 
@@ -92,13 +92,13 @@ class InfluenceFactors:
     @torch.no_grad()
     @full_precision
     def solve(self, matrices: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
-        """``(K + mu)^-1 m`` of each matrix of G or V, ``mu = damping * mean(Lambda)``.
+        """``(H + mu)^-1 m`` of each matrix of G or V, ``mu = damping * mean(Lambda)``.
 
         Exactness: exact, in float32 (float64 of float64). Oracle:
         ``alphatoken.oracle.composite.damped_solve``.
 
         Raises:
-            FisherError: K has no inverse there: Lambda is all zero (LoRA's A while B is zero), or
+            FisherError: H has no inverse there: Lambda is all zero (LoRA's A while B is zero), or
                 has a zero and damping is 0.
         """
         return {name: self._solved(name, m, damping) for name, m in matrices.items()}
@@ -164,7 +164,7 @@ def fit_influence(
     progress: bool | ProgressSink | None = None,
     adapter: DecoderAdapter | None = None,
 ) -> InfluenceFactors:
-    """Fit K of ``model`` as it is now, on training rows, for ``preconditioner="kronecker"``.
+    """Fit H of ``model`` as it is now, on training rows, for ``preconditioner="kronecker"``.
 
     Two passes over the same samples: the factors S_F and A_F, whose eigenvectors are kept; then
     the eigenvalues (see the module). A sample is a row whose response tokens are drawn from the
@@ -188,7 +188,7 @@ def fit_influence(
     Raises:
         As ``fit_fisher`` with ``structure="kronecker"``.
 
-    Exactness: Lambda is an unbiased estimate of the Fisher's diagonal in the eigenvectors; K leaves
+    Exactness: Lambda is an unbiased estimate of the Fisher's diagonal in the eigenvectors; H leaves
     out what is off that diagonal, and between linears. Oracle:
     ``alphatoken.oracle.composite.corrected_fisher``.
     """

@@ -24,7 +24,9 @@ DEFAULT_LAYERS = 3
 """The last three layers, as in the paper; all of a model that has fewer."""
 
 
-def read_layers(text: str | int, name: str = "layers") -> int | str | list[int]:
+def read_layers(
+    text: str | int | list[int] | tuple[int, ...], name: str = "layers"
+) -> int | str | Sequence[int]:
     """A choice of layers from text, in the form that ``ScorerConfig.layers`` takes.
 
     >>> read_layers("3"), read_layers("all"), read_layers("0,4"), read_layers("4,")
@@ -32,20 +34,20 @@ def read_layers(text: str | int, name: str = "layers") -> int | str | list[int]:
 
     Args:
         text: ``"3"`` the last three layers, ``"all"``, or indices such as ``"0,4"`` (``"4,"`` is
-            the fifth layer alone). A number is taken as it is.
+            the fifth layer alone). A number, and a list of numbers, are taken as they are.
         name: of the option, for the message.
 
     Raises:
         ConfigError: anything else. Whether the model has such layers is not known here.
     """
-    if isinstance(text, int) or text == "all":
+    if isinstance(text, (int, list, tuple)) or text == "all":
         return text
     try:
         if "," not in text:
             return int(text)
         # Empty parts are allowed, so that "4," is one index where "4" is a number of layers.
         indices = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
+    except (TypeError, ValueError):
         indices = []
     if not indices:
         raise ConfigError(

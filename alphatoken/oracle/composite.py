@@ -55,7 +55,7 @@ class Drift(Protocol):
 
     @property
     def factors(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """(left, right) of ``V = left (W - W_ref) right``."""
+        """(left, right) of ``V = left (theta - theta_ref) right``."""
         ...
 
 
@@ -153,7 +153,9 @@ def _add_pairs(forward: Forward, pairs: Pairs, add: Callable[[Tensor], None]) ->
 
 
 def fisher_drift(drift: Drift, parameters: Mapping[str, Tensor], names: Any) -> dict[str, Tensor]:
-    """``V = F o (W - W_ref)``, or ``left (W - W_ref) right``, by parameter name, float64.
+    """``V = F o (theta - theta_ref)``, or ``left (theta - theta_ref) right``, by parameter name.
+
+    In float64.
 
     Args:
         drift: Fisher and reference.
@@ -167,15 +169,15 @@ def fisher_drift(drift: Drift, parameters: Mapping[str, Tensor], names: Any) -> 
         stored = next(n for n in names(name) if n in drift.reference)
         weight = parameter.detach()
         wide = torch.promote_types(weight.dtype, torch.float32)
-        # W - W_ref, subtracted in float64 since the drift is small next to W
+        # theta - theta_ref, subtracted in float64 since the drift is small next to theta
         away = weight.to(wide).double() - drift.reference[stored].to(weight.device).double()
         if drift.fisher:
-            # eq. V_layer: V = F o (W - W_ref)
+            # eq. V_layer: V = F o (theta - theta_ref)
             drifts[name] = drift.fisher[stored].to(weight.device).double() * away
         else:
             left, right = (f.to(weight.device).double() for f in drift.factors[stored])
             columns = away if away.dim() == 2 else away.unsqueeze(1)
-            # Kronecker: V = S_F (W - W_ref) A_F
+            # Kronecker: V = S_F (theta - theta_ref) A_F
             drifts[name] = (left @ columns @ right).reshape(away.shape)
     return drifts
 
@@ -183,9 +185,9 @@ def fisher_drift(drift: Drift, parameters: Mapping[str, Tensor], names: Any) -> 
 def corrected_fisher(
     left: Tensor, right: Tensor, gradients: Sequence[Tensor], tokens: int
 ) -> Tensor:
-    """K of one linear, dense over its flattened weight, from the gradients of single sequences.
+    """H of one linear, dense over its flattened weight, from the gradients of single sequences.
 
-        K = sum_ij Lambda_ij u_ij u_ij^T,    Lambda_ij = sum over sequences of <g, u_ij>^2 / tokens
+        H = sum_ij Lambda_ij u_ij u_ij^T,    Lambda_ij = sum over sequences of <g, u_ij>^2 / tokens
 
     with ``u_ij`` the flattened ``l_i r_j^T``, all of them the columns of one matrix.
 
@@ -199,18 +201,18 @@ def corrected_fisher(
     u = torch.kron(left, right)
     # Lambda_ij = sum over sequences of <g, u_ij>^2 / tokens
     eigenvalues = sum(((g.flatten() @ u).square() for g in gradients), u.new_zeros(len(u))) / tokens
-    # K = U Lambda U^T
+    # H = U Lambda U^T
     return u @ eigenvalues.diag() @ u.T
 
 
-def damped_solve(K: Tensor, matrix: Tensor, damping: float) -> Tensor:
-    """``(K + mu)^-1 m`` of a dense K, mu being ``damping`` times its mean eigenvalue.
+def damped_solve(H: Tensor, matrix: Tensor, damping: float) -> Tensor:
+    """``(H + mu)^-1 m`` of a dense H, mu being ``damping`` times its mean eigenvalue.
 
     That mean is trace / size, and takes no eigenvalues.
     """
-    # mu = damping tr(K) / size
-    mu = damping * K.trace() / len(K)
-    solved: Tensor = torch.linalg.solve(K + mu * torch.eye(len(K), dtype=K.dtype), matrix.flatten())
+    # mu = damping tr(H) / size
+    mu = damping * H.trace() / len(H)
+    solved: Tensor = torch.linalg.solve(H + mu * torch.eye(len(H), dtype=H.dtype), matrix.flatten())
     return solved.reshape(matrix.shape)
 
 

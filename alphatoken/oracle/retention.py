@@ -60,8 +60,8 @@ def retention_gradient(
 ) -> dict[str, Tensor]:
     """``g_ideal``: the gradient of :func:`retention_loss` at the current parameters, by name.
 
-    Exact. It is what the Fisher-drift proxy V = F o (W - W_ref) stands in for. The model is left
-    as it was. Raises as :func:`retention_loss`; InputError for foreign parameters.
+    Exact. It is what the Fisher-drift proxy V = F o (theta - theta_ref) stands in for. The
+    model is left as it was. Raises as :func:`retention_loss`; InputError for foreign parameters.
     """
     with undisturbed(model, parameters):
         return gradient(retention_loss(forward, batches), parameters)

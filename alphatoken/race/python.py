@@ -133,7 +133,6 @@ def race(
         config,
         rows,
         folder,
-        weighed=weighed,
         say=partial(print, file=sys.stderr, flush=True),
         shown=lambda result: write_race_page(folder / PAGE, result),
     )

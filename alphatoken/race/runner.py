@@ -301,8 +301,6 @@ class Race:
         rows: "choosing", and "retention" if there are any: data sets in the form of the trainer's
             validation rows.
         folder: the run's ``output_dir``.
-        weighed: arms whose training rows bring weights. What is wrong with these only a trainer of
-            theirs can see, so one is made before any arm trains.
         say: prints a line for the user.
         shown: called with the result when a look is complete, on the first process.
     """
@@ -314,7 +312,6 @@ class Race:
         rows: Mapping[str, Any],
         folder: Path,
         *,
-        weighed: Sequence[str] = (),
         say: Callable[[str], None] = print,
         shown: Callable[[RaceResult], None] | None = None,
     ) -> None:
@@ -327,7 +324,7 @@ class Race:
                 why="nothing would show what an arm forgets",
                 remedy="retention_rows=..., --retention_file FILE; or leave keep_retention out",
             )
-        self._weighed, self._print, self._shown = tuple(weighed), say, shown
+        self._print, self._shown = say, shown
         self._state: RaceState | None = None
         # Made to count the steps of the run, then the first arm's to train.
         self._first: tuple[Any, _Looks] | None = None
@@ -397,23 +394,31 @@ class Race:
             before = (self.folder / ARMS).exists()
             try:
                 self._first = self._trainer(self.arms[ALL], self._arm_folder(ALL))
-                self._try_weights()
+                self._say_plan()
+                self._set_up()
                 self._write()
             except AlphaTokenError:
                 if not before:  # else a second try would be taken for another run's folder
                     shutil.rmtree(self.folder / ARMS, ignore_errors=True)
                 raise
+            return
+        self._say_plan()
+
+    def _say_plan(self) -> None:
         for line in self.plan():
             self.say(line)
 
-    def _try_weights(self) -> None:
-        """Have the weights of the rows read; one model at a time is in memory."""
-        for name in self._weighed:
+    def _set_up(self) -> None:
+        """Make a trainer of every other arm, so that none is refused after another has trained.
+
+        A model that an estimator does not cover and weights of rows that are wrong are seen by a
+        trainer alone. One model at a time is in memory.
+        """
+        for name in [name for name in self.arms if name != ALL]:
             self._first = None
             _free_memory()
             self._trainer(self.arms[name], self._arm_folder(name))
-        if self._weighed:
-            _free_memory()
+        _free_memory()
 
     def _refuse_checkpoints(self) -> None:
         if earlier := checkpoints(self.folder):

@@ -14,6 +14,7 @@ from alphatoken import ScorerConfig, TokenValues
 from alphatoken.cli import diagnose_options, score
 from alphatoken.config import RESEARCH, ValueOptions, in_force
 from alphatoken.errors import ConfigError
+from alphatoken.model.choice import read_layers
 from alphatoken.oracle import run as oracle
 from alphatoken.presets import PRESETS, preset_of, values_in_words
 from alphatoken.race.arms import PACKAGED
@@ -234,3 +235,14 @@ def test_other_values_are_refused_of_rows(words: str) -> None:
     rows = [*ROWS.split(), "--validation_file", "v"]
     with pytest.raises(ConfigError, match="the diagnostic data compares walk values"):
         diagnose_options.read_request("data", *words.split(), *rows)
+
+
+def test_layers_of_a_run_are_read_in_each_form() -> None:
+    """A run's layers may be text, as an option of a command is, or what ``ScorerConfig`` takes."""
+    forms: Any = (("0,4", [0, 4]), ([0, 4], [0, 4]), ((0, 4), (0, 4)), (2, 2), ("all", "all"))
+    for form, expected in forms:
+        assert read_layers(form) == expected
+    wrong: Any = ("last", "", ",")
+    for form in wrong:
+        with pytest.raises(ConfigError, match="layers cannot be read"):
+            read_layers(form)

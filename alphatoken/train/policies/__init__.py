@@ -311,7 +311,7 @@ def unread_by_estimator(options: Mapping[str, Any]) -> dict[str, Any]:
     estimator = stands_for or values["estimator"]
     try:
         ParameterChoice.read(values["parameters"])  # raises where it cannot be read
-        layers = read_layers(str(values["layers"]))
+        layers = read_layers(values["layers"])
         refusals = refused_by_estimator({**values, "estimator": estimator, "layers": layers})
         neutral = {name: _DEFAULTS[name] for name, _ in refusals}
     except ConfigError:
