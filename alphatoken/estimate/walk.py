@@ -37,14 +37,13 @@ from alphatoken.errors import (
     AlphaTokenWarning,
     ConfigError,
     UnsupportedError,
-    counted,
     warn_caller,
 )
 from alphatoken.estimate.differences import CHECKED_EVERY
 from alphatoken.estimate.estimator import Estimator, Recording, Side
 from alphatoken.estimate.temporary_weights import TemporaryWeights
 from alphatoken.estimate.token_values import combine, undivided
-from alphatoken.model.batch import LabelledBatch, PreferenceBatch, read_batch
+from alphatoken.model.batch import LabelledBatch, read_batch
 from alphatoken.model.forward import draws, evaluation_mode
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.sharding import Sharding
@@ -155,10 +154,10 @@ def end_of_walk(inputs: DirectionInputs) -> dict[str, Tensor]:
         )
     elif after < min(LEARNED, LEARNED_SHARE * before):
         warn_caller(
-            f"the walk has learned its {counted(_rows(inputs), 'rows')} by heart: in "
-            f"{config.walk_steps} AdamW steps at rate {rate:g} their mean loss fell from "
-            f"{before:.3g} to {after:.3g}. Good rows may then have negative values too: compare "
-            "ranks, not signs. More trusted rows, or fewer walk_steps.",
+            f"The walk has learned its rows by heart: in {config.walk_steps} AdamW steps at rate "
+            f"{rate:g} their mean loss fell from {before:.3g} to {after:.3g}. Good rows may then "
+            "have negative values too: compare ranks, not signs. More trusted rows, or fewer "
+            "walk_steps.",
             AlphaTokenWarning,
         )
     return weights if config.walk_form == "one_sided" else {**weights, **_behind(inputs, weights)}
@@ -185,12 +184,6 @@ def _moved_to(inputs: DirectionInputs, weights: Mapping[str, Tensor]) -> Iterato
     with moved.open():
         moved.place(weights)
         yield
-
-
-def _rows(inputs: DirectionInputs) -> int:
-    """Validation rows, or pairs."""
-    batches = (b.chosen if isinstance(b, PreferenceBatch) else b for b in inputs.validation)
-    return sum(len(batch["labels"]) for batch in batches)
 
 
 def _mean_objective(inputs: DirectionInputs, role: str) -> float:

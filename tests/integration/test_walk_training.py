@@ -15,6 +15,7 @@ from torch import Tensor
 from alphatoken import ScorerConfig
 from alphatoken.diagnose import find
 from alphatoken.diagnose.valuing import with_estimator
+from alphatoken.errors import AlphaTokenWarning
 from alphatoken.estimate.observed import Observed
 from alphatoken.oracle import run as oracle
 from alphatoken.train.policies.trained_weights import copied
@@ -144,6 +145,27 @@ def test_a_walk_of_a_run_takes_every_row_that_its_steps_reach(
     assert {len(batch.labels) for batch in batches} == {2}
     assert len(rows) == len(set(rows)) == due
     assert set(rows) <= given
+
+
+@pytest.mark.parametrize(
+    ("make", "steps", "rate", "said"),
+    [
+        (tiny.sft, 3, 1.0, "raised the mean loss"),
+        (tiny.sft, 200, 0.01, "learned its rows by heart"),
+        (tiny.dpo, 3, 1.0, "raised the mean loss"),
+        (tiny.dpo, 60, 0.02, "learned its rows by heart"),
+    ],
+)
+def test_a_walk_that_went_wrong_is_said_in_a_run(
+    make: Any, steps: int, rate: float, said: str, tmp_path: Path
+) -> None:
+    """Its rows are those of a trainer there, not batches of a loader; the run goes on."""
+    walk = {"walk_steps": steps, "walk_learning_rate": rate, "validation_mode": "fixed"}
+    more = {**WALK, **walk, "max_steps": 1}
+    trainer = make(tmp_path, **more, **({"ref_model": tiny.model()} if make is tiny.dpo else {}))
+    with pytest.warns(AlphaTokenWarning, match=said):
+        trainer.train()
+    assert trainer.state.global_step == 1
 
 
 @pytest.mark.parametrize("form", ["one_sided", pytest.param("central", marks=pytest.mark.slow)])
