@@ -12,7 +12,7 @@ import dataclasses
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, get_type_hints
 
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, TrlParser
@@ -146,15 +146,30 @@ def read_arguments(
     options.datasets = _mixture(options)
     made = [_make(kind, options) for kind in parser.dataclass_types]
     run, data, config, model, *rest = made
-    reads_retention = race or config.reads_retention
-    own = {"reads_fisher": config.reads_fisher, "reads_retention": reads_retention}
-    for name, _ in list(data.unread_of_retention(**own)):
-        # A recipe serves several objectives, as a grid's does; what is typed is meant.
-        if name not in named_options(words):
-            unread = (*unread, name)
-            for place in (options, data):
-                setattr(place, name, None)
-    return Arguments(command, data, config, model, run, tuple(words), unread, *rest)
+    arguments = Arguments(command, data, config, model, run, tuple(words), unread, *rest)
+    return without_unread_rows(arguments, config.reads_fisher, race or config.reads_retention)
+
+
+def without_unread_rows(
+    arguments: Arguments, reads_fisher: bool, reads_retention: bool
+) -> Arguments:
+    """The same, without rows of a retention term that a recipe names and nothing reads.
+
+    A recipe serves several objectives, as a grid's does; what is typed is meant, and stays.
+
+    Args:
+        arguments: of the run.
+        reads_fisher: whether it reads a Fisher, or any arm of its race that values tokens.
+        reads_retention: the same of retention rows.
+    """
+    every = arguments.data.unread_of_retention(
+        reads_fisher=reads_fisher, reads_retention=reads_retention
+    )
+    names = [name for name, _ in every if name not in named_options(arguments.words)]
+    data = replace(arguments.data)
+    for name in names:
+        setattr(data, name, None)
+    return replace(arguments, data=data, unread=(*arguments.unread, *names))
 
 
 def named_options(words: Sequence[str]) -> set[str]:

@@ -38,7 +38,7 @@ def run(words: Sequence[str]) -> int:
         return 0
     command = "dpo" if _is_of_pairs(words) else "sft"
     configuration, kind = training.trainer_of(command, words)
-    from alphatoken.cli.arguments import named_options, read_arguments
+    from alphatoken.cli.arguments import named_options, read_arguments, without_unread_rows
     from alphatoken.cli.training_rows import check_rows
     from alphatoken.train.refusals import raise_first
 
@@ -57,8 +57,10 @@ def run(words: Sequence[str]) -> int:
     own = set.intersection(*({*arm.options} for arm in arms if arm.name != ALL))
     if typed := sorted(own & named_options(words)):
         _say(f"no arm reads {', '.join(f'--{name}' for name in typed)}: each has its own")
+    reads_fisher = _reader(by_arm).training.reads_fisher
+    by_arm = {n: without_unread_rows(own, reads_fisher, True) for n, own in by_arm.items()}
     for own in by_arm.values():
-        check_rows(own, reads_fisher=_reader(by_arm).training.reads_fisher)
+        check_rows(own, reads_fisher=reads_fisher)
     for name, own in by_arm.items():
         if own.training.needs_values:
             _say(f"{name}: values: {values_in_words(own.training)}")

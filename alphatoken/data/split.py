@@ -268,8 +268,8 @@ def _all_keys(rows: Sequence[Row], keys: Callable[[Row, str], set[str]]) -> set[
 # Kind of drawn rows -> options that draw fewer.
 _FEWER = {
     "validation rows": "--validation_rows N for fewer, or --validation_file FILE",
-    "Fisher prompts": "--fisher_prompts N for fewer (0 fits the Fisher on training prompts), or "
-    "--fisher_data FILE",
+    "Fisher prompts": "--fisher_prompts N for fewer (0 fits the Fisher on training prompts), "
+    "--fisher_data FILE, or --retention none for no Fisher",
 }
 
 

@@ -55,12 +55,12 @@ def verdict(result: RaceResult) -> str:
         shown = _written(last[outcome.winner])
         return (
             f"'{outcome.winner}' wins: at step {step} of {state.steps} its loss on {rows} differs "
-            f"from that of 'all' by {shown} nats a token, and {how}."
+            f"from that of 'all' by {shown} {state.unit}, and {how}."
         )
     sides = _sides(outcome.left_at, last)
     return (
         f"'all' wins (train on every token): at step {step} of {state.steps} no arm is better on "
-        f"{rows} beyond its interval, in nats a token ({sides}; {how})."
+        f"{rows} beyond its interval, in {state.unit} ({sides}; {how})."
     )
 
 
@@ -123,13 +123,13 @@ def _column(state: RaceState, name: str, looks: Sequence[dict[str, Difference]])
                 key=f"race-{name}",
                 table=table,
                 title=f"Loss on the {name} rows, minus that of 'all'",
-                caption="Nats a token, with the intervals that hold together over the race. Below "
-                "0 an arm is better than training on every token.",
+                caption=f"{state.unit.capitalize()}, with the intervals that hold together over "
+                "the race. Below 0 an arm is better than training on every token.",
                 x="step",
                 y="difference",
                 series="arm",
                 guides=(Guide(0.0, "y", "all"),),
-                ylabel="nats a token",
+                ylabel=state.unit,
             )
         )
         picture = pictures_html(

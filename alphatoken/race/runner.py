@@ -83,7 +83,7 @@ class RaceState:
         tokens: column ("choosing", "retention") -> response tokens of each row; 1 for each pair;
             empty until an arm has been measured.
         groups: column -> number of the prompt of each row.
-        losses: step of a look -> arm -> column -> loss of each row, nats a token.
+        losses: step of a look -> arm -> column -> loss of each row, in its ``unit``.
         failures: arm -> why its training ended before a look.
         seconds: arm -> time that it took up to the last look.
     """
@@ -99,6 +99,11 @@ class RaceState:
     def steps(self) -> int:
         """Steps of the whole run."""
         return int(self.settings["steps"])
+
+    @property
+    def unit(self) -> str:
+        """Unit of losses and differences: "nats a token", or "nats a pair" of DPO's loss."""
+        return str(self.settings.get("unit", "nats a token"))
 
     @property
     def looks(self) -> tuple[int, ...]:
@@ -579,6 +584,8 @@ class Race:
         steps = whole_run(trainer)
         looks = list(looks_of(steps, self._config.looks, partial(_longer, trainer)))
         own = {"looks": looks, "rows": facts, "start": _start(trainer), "run": trainer.run_facts()}
+        if trainer.args.FAMILY == "preference":
+            own["unit"] = "nats a pair"
         return RaceState({"steps": steps, **self._settings(), **own})
 
     def _measure(

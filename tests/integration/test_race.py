@@ -596,6 +596,9 @@ def test_the_command_on_pairs_and_what_it_refuses(
     pairs[pairs.index("--validation_file") + 1] = str(place / "clean-pairs.jsonl")
     assert main(["race", *pairs]) == 0
     capsys.readouterr()
+    # The recipe's prompts of a Fisher, which a walk does not read, give way in every arm.
+    assert main(["race", *pairs, "--config", "laptop-dpo", "--output_dir", str(place / "dpo")]) == 0
+    assert "nats a pair" in capsys.readouterr().out
     for more, message in (
         (["--arms", "rndom"], "did you mean random"),
         (["--choosing_file", "none.jsonl"], "choosing_file does not exist"),
