@@ -33,7 +33,7 @@ from alphatoken.errors import (
     UnsupportedError,
     warn_caller,
 )
-from alphatoken.model.batch import LabelledBatch, PreferenceBatch, as_batches, read_batch
+from alphatoken.model.batch import AnyBatch, LabelledBatch, PreferenceBatch, as_batches, read_batch
 from alphatoken.model.capture import Recorder, record
 from alphatoken.model.protocol import DecoderAdapter, find_adapter
 from alphatoken.model.sharding import MasterWeights, Sharding
@@ -76,7 +76,7 @@ class DirectionInputs:
     arguments: ScorerArguments
     adapter: DecoderAdapter
     scored: ScoredParameters
-    validation: Sequence[Any] = ()
+    validation: Sequence[AnyBatch] = ()
     drift: ShardedDrift | None = None
 
     @classmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from alphatoken.direction.algebra import first_not_finite, not_finite
 from alphatoken.direction.gradients import captured_gradients, gradient_of
 from alphatoken.errors import InputError, ModelError, NumericalError
 from alphatoken.model.batch import (
+    AnyBatch,
     LabelledBatch,
     PreferenceBatch,
     read_batch,
@@ -69,7 +70,7 @@ def forward_losses(adapter: DecoderAdapter, batch: LabelledBatch, role: str) -> 
 
 def weighted_losses(
     adapter: DecoderAdapter,
-    item: Mapping[str, Any] | PreferenceBatch,
+    item: AnyBatch,
     first: int | None,
     role: str = "validation batch",
 ) -> Iterator[tuple[LabelledBatch, Callable[[], Tensor], Tensor, float]]:
@@ -130,7 +131,7 @@ def _branch_losses(
 @torch.no_grad()
 def objective_value(
     adapter: DecoderAdapter,
-    item: Mapping[str, Any] | PreferenceBatch,
+    item: AnyBatch,
     role: str = "validation batch",
 ) -> tuple[float, float]:
     """(sum, count) of the objective on one batch: token losses, or ``-log sigma(s)`` of pairs."""
@@ -202,7 +203,7 @@ def require_finite_gradient(role: str, gradient: Mapping[str, Tensor]) -> None:
 
 def stream_losses(
     adapter: DecoderAdapter,
-    items: Iterable[Mapping[str, Any] | PreferenceBatch],
+    items: Iterable[AnyBatch],
     consume: Callable[[Tensor, Recorder | None], None],
     *,
     first: int | None,
@@ -241,7 +242,7 @@ def stream_losses(
 def objective_sums(
     adapter: DecoderAdapter,
     parameters: Mapping[str, Tensor],
-    items: Iterable[Mapping[str, Any] | PreferenceBatch],
+    items: Iterable[AnyBatch],
     *,
     first: int | None,
     role: str = "validation",
@@ -355,7 +356,7 @@ def captured_parts(
 def objective_gradient(
     adapter: DecoderAdapter,
     parameters: Mapping[str, Tensor],
-    validation: Iterable[Mapping[str, Any] | PreferenceBatch],
+    validation: Iterable[AnyBatch],
     *,
     first: int | None,
 ) -> dict[str, Tensor]:

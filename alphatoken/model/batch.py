@@ -631,7 +631,11 @@ def require_finite(losses: Tensor, mask: Tensor, role: str) -> None:
     )
 
 
-def as_batches(validation: Any, role: str = "validation batch") -> Sequence[Any]:
+AnyBatch = Mapping[str, Any] | PreferenceBatch | LabelledBatch
+"""A batch as the caller hands it over, or as a trainer has read it."""
+
+
+def as_batches(validation: Any, role: str = "validation batch") -> Sequence[AnyBatch]:
     """Validation data as a sequence of batches, from one item or several.
 
     Raises:
