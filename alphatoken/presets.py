@@ -121,3 +121,16 @@ def values_in_words(options: Any) -> str:
         return f"{words}, {options.walk_form}, of {options.walk_steps} AdamW steps, in nats"
     layers = "" if _everything(options) else f" of layers {options.layers}"
     return f"{words} over {options.parameters}{layers}"
+
+
+def walk_words(options: Any) -> str:
+    """Steps and rate of a walk as a command line has them behind others, but for the preset's own.
+
+    >>> from types import SimpleNamespace
+    >>> walk_words(SimpleNamespace(walk_steps=60, walk_learning_rate=None))
+    ' --walk_steps 60'
+    """
+    usual = PRESETS[WALK].options
+    names = ("walk_steps", "walk_learning_rate")
+    changed = {n: getattr(options, n) for n in names if getattr(options, n) != usual[n]}
+    return "".join(f" --{name} {value}" for name, value in changed.items())

@@ -55,6 +55,8 @@ from alphatoken.support.resume import (
 )
 from alphatoken.support.storage import open_line, write_json, write_text
 
+TRAINERS_LENGTH = 1024
+"""Tokens of a row at which TRL's trainers cut where no option says otherwise."""
 VALIDATION_ROWS = 32
 """Most rows of a validation file that are used where no number is given."""
 
@@ -466,9 +468,15 @@ def prepare(options: DiagnoseOptions) -> tuple[Subject, dict[str, Any], list[str
         **{name: value for name in _SAME if (value := getattr(options, name)) is not None},
         progress=not options.quiet,
         names={key: name for key, name in names.items() if name is not None},
-        words=options.words,
+        words=_words(options, how.max_length),
     )
     return subject, _settings(subject, options) | digests, notes
+
+
+def _words(options: DiagnoseOptions, longest: int | None) -> str:
+    """Options that name model and rows; with the length where the trainers' would be longer."""
+    shorter = options.max_length is None and longest is not None and longest < TRAINERS_LENGTH
+    return options.words + f" --max_length {longest}" * (shorter and bool(options.words))
 
 
 # --- rows -----------------------------------------------------------------------------------------

@@ -131,10 +131,12 @@ def _about_few_steps(trainer: Any) -> Iterator[str]:
 
     rows, world = len(trainer.train_dataset), Ranks(trainer.accelerator).world
     run = Schedule.of(trainer.args, rows, world)
+    packed = "packed " * bool(getattr(trainer.args, "packing", False))
     if run.steps < LEAST_STEPS:
         yield (
             f"the whole run has {counted(run.steps, 'optimizer steps')}, of "
-            f"{counted(run.rows_of_step, 'rows')} each ({rows} training rows), which change a "
+            f"{counted(run.rows_of_step, packed + 'rows')} each "
+            f"({counted(rows, packed + 'training rows')}), which change a "
             f"model little; longer with {run.in_words(LEAST_STEPS)}"
         )
 

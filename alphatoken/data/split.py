@@ -204,6 +204,8 @@ def none_left(
         remedy += "--leak_key conversation (leak_key='conversation'); or other held-out rows"
     elif removed:
         remedy = "other training rows, or other held-out rows"
+        if drawn:  # the others repeat them
+            remedy = _FEWER["validation rows"] + "; more training rows that are no copies"
     elif counts.get("bad_rows"):
         remedy = "look at the columns: without --on_bad_rows skip the first bad row is named"
     got = (f"{name.replace('_', ' ')} {count}" for name, count in counts.items() if count)

@@ -42,6 +42,7 @@ from alphatoken.diagnose.statistics import (
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import scorer_for, with_estimator
 from alphatoken.errors import ConfigError, DataError, counted, short
+from alphatoken.presets import walk_words
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.run import score_rows
 from alphatoken.score.summary import end_places
@@ -140,14 +141,19 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             len(groups[JUDGED]),
             len(walked) + len(groups[TRUSTED]),
             subject.batch_size,
+            walk_words(config),
         ),
         mark=GOOD if answer == ALIKE else DOUBTFUL,  # rows that differ need not be bad
         lists=_row_lists(subject, groups[JUDGED], scored[JUDGED], ends),
     )
 
 
-def next_command(answer: str, words: str, rows: int, trusted: int, batch: int = TRAIN_BATCH) -> str:
+def next_command(
+    answer: str, words: str, rows: int, trusted: int, batch: int = TRAIN_BATCH, walk: str = ""
+) -> str:
     """The command that does what the answer advises; "" where no command has named the rows.
+
+    A race takes the same ``walk``: what a command line says of it.
 
     >>> next_command(ALIKE, "--train_file rows.jsonl", 400, 32)
     'alphatoken sft --policy standard --train_file rows.jsonl'
@@ -156,7 +162,7 @@ def next_command(answer: str, words: str, rows: int, trusted: int, batch: int = 
         return ""
     if answer == ALIKE:
         return f"alphatoken sft --policy standard {words}{_sized(batch)}"
-    return race_command(words, rows, trusted, batch)
+    return race_command(words + walk, rows, trusted, batch)
 
 
 def race_command(words: str, rows: int, trusted: int, batch: int = TRAIN_BATCH) -> str:

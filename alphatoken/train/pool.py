@@ -23,6 +23,11 @@ def _shuffled(rows: Sequence[int], *key: object) -> tuple[int, ...]:
     return tuple(order)
 
 
+def held_out_count(rows: int, share: float) -> int:
+    """How many of so many rows a pool holds out, at least one; 0 for a share of 0."""
+    return 0 if share == 0 else max(1, round(share * rows))
+
+
 @dataclass(frozen=True)
 class ValidationPool:
     """Rows of a validation set, step by step: a pure function of the settings and the step.
@@ -58,9 +63,7 @@ class ValidationPool:
 
     def __post_init__(self) -> None:
         """Set the held-out rows aside."""
-        held_count = (
-            0 if self.held_out_share == 0 else max(1, round(self.held_out_share * self.size))
-        )
+        held_count = held_out_count(self.size, self.held_out_share)
         order = _shuffled(range(self.size), self.seed, "held out")
         drawn = order[held_count:]
         needed = self.batch_size if self.mode == "pool" else 1

@@ -25,7 +25,7 @@ from alphatoken.model.scope import find_scope
 from alphatoken.train.distributed import refused_layouts
 from alphatoken.train.hooks import checkpointing_option
 from alphatoken.train.policy import TokenPolicy, chooses_rows, has_pass
-from alphatoken.train.pool import ValidationPool
+from alphatoken.train.pool import ValidationPool, held_out_count
 from alphatoken.train.python_rows import plain_rows
 
 _IDS = {"input_ids", "prompt_ids", "chosen_ids", "rejected_ids"}
@@ -289,6 +289,8 @@ def check_pool(args: Any, rows: int, processes: int) -> ValidationPool:
 def pool_of(args: Any, rows: int, processes: int, **changed: Any) -> ValidationPool:
     """The same by the options ``changed``.
 
+    Steps of a walk take micro-batches of every drawn row, so any number of rows is a batch of it.
+
     Raises:
         ConfigError: that of the pool itself. No remedy is looked for.
     """
@@ -296,12 +298,12 @@ def pool_of(args: Any, rows: int, processes: int, **changed: Any) -> ValidationP
         "validation_batch_size", "validation_mode", "held_out_share", "held_out_steps", "value_seed"
     )  # fmt: skip
     own = {**{name: getattr(args, name) for name in names}, **changed}
+    share = own["held_out_share"] if own["held_out_steps"] else 0.0
+    size = own["validation_batch_size"]
+    if args.estimator == WALK:
+        size = min(size, max(1, rows - held_out_count(rows, share)))
     pool = ValidationPool(
-        rows,
-        own["validation_batch_size"],
-        mode=own["validation_mode"],
-        held_out_share=own["held_out_share"] if own["held_out_steps"] else 0.0,
-        seed=own["value_seed"],
+        rows, size, mode=own["validation_mode"], held_out_share=share, seed=own["value_seed"]
     )
     ValidationPool.share_of(pool.rows(0), 0, processes)
     if pool.held_out:

@@ -264,9 +264,9 @@ def test_what_a_race_refuses_before_any_work(tmp_path: Path) -> None:
          "need a validation dataset"),
         ({"choosing_dataset": None, "validation_dataset": tiny.sft_rows(8)}, ConfigError,
          "too few trusted rows"),
-        ({"arms": {"walk": {"policy": "top", "estimator": "walk"}},
+        ({"arms": {"label": {"policy": "label"}},
           "options": {"validation_mode": "pool", "validation_batch_size": 16}}, ConfigError,
-         r"the arm 'walk' has too few validation rows. Got: [1-9]\d* rows that choose among the "
+         r"the arm 'label' has too few validation rows. Got: [1-9]\d* rows that choose among the "
          r"arms, and of the others 10 rows.*\(\d+ are enough\)"),
         # What only a trainer of the arm sees, which has the model.
         ({"arms": {"half": HALF, "deep": {"policy": "label", "layers": "9"}}}, ConfigError,

@@ -360,7 +360,8 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     ]
     found = data.diagnose(subject(train=alike[8:28], validation=other, words=words))
     assert found.conclusion.startswith("Your rows differ from the trusted ones (p = ")
-    assert found.next_command == data.race_command(words, 20, 12, batch=4)
+    race = f"{words} --walk_steps 3 --walk_learning_rate 0.01"  # the subject's
+    assert found.next_command == data.race_command(race, 20, 12, batch=4)
     assert "batches of 2 rows in place of 4" in " ".join(found.notes)
     assert found.mark == "doubtful", "rows of another task differ too, and are not bad"
     # In Python nobody has named any files.

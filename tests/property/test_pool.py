@@ -291,6 +291,8 @@ POOLS: dict[str, tuple[int, dict[str, Any], int]] = {
     "a batch below the processes": (30, {"validation_batch_size": 2, "held_out_share": 0.0}, 4),
     "few held out": (12, {"validation_batch_size": 8, "held_out_share": 0.1}, 4),
     "none": (0, {}, 1),
+    "one row of a walk": (1, {"estimator": "walk", "validation_mode": "pool"}, 1),
+    "a walk in more processes than rows": (3, {"estimator": "walk"}, 4),
 }  # fmt: skip
 """Validation rows that are too few, options, and processes."""
 
@@ -303,7 +305,8 @@ def test_each_remedy_of_too_few_rows_is_one(case: str) -> None:
     """
     rows, options, processes = POOLS[case]
     defaults = {"validation_batch_size": 8, "validation_mode": "fixed", "held_out_steps": 10}
-    own = {**defaults, "held_out_share": 0.2, "value_seed": 0, **options}
+    defaults |= {"estimator": "label", "held_out_share": 0.2, "value_seed": 0}
+    own = {**defaults, **options}
     with pytest.raises(ConfigError) as caught:
         check_pool(SimpleNamespace(**own), rows, processes)
     remedies = caught.value.remedy.split(", or ")
@@ -334,13 +337,14 @@ def test_each_remedy_of_an_arm_without_enough_rows_is_one(
     Proves: remedies of an arm's few validation rows (exact), against the pool of a run with them.
     """
     args: Any = SimpleNamespace(
-        needs_values=True, objective="adaptation", world_size=1, validation_batch_size=batch,
-        validation_mode="pool", held_out_steps=10, held_out_share=0.2, value_seed=0,
+        needs_values=True, estimator="label", objective="adaptation", world_size=1,
+        validation_batch_size=batch, validation_mode="pool", held_out_steps=10,
+        held_out_share=0.2, value_seed=0,
     )  # fmt: skip
     aside = partial(set_aside, wanted=wanted)
     rows = trusted - aside(trusted)
     with pytest.raises(ConfigError, match="too few validation rows") as caught:
-        _check_validation_rows("walk-80", args, rows, aside(trusted), aside)
+        _check_validation_rows("label", args, rows, aside(trusted), aside)
     remedy = caught.value.remedy
     (in_all,) = map(int, re.findall(r"\((\d+) in all are enough\)", remedy))
     assert in_all > trusted
