@@ -154,6 +154,8 @@ def _words(options: Mapping[str, Any]) -> list[str]:
     words = []
     for name, value in options.items():
         text = json.dumps(value) if isinstance(value, (bool, dict, list)) else str(value)
+        if name == "layers" and isinstance(value, list):
+            text = "".join(f"{index}," for index in value)
         words += [f"--{name}", "null" if value is None else text]
     return words
 

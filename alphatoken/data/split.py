@@ -204,8 +204,10 @@ def none_left(
         remedy += "--leak_key conversation (leak_key='conversation'); or other held-out rows"
     elif removed:
         remedy = "other training rows, or other held-out rows"
-        if drawn:  # the others repeat them
-            remedy = _FEWER["validation rows"] + "; more training rows that are no copies"
+        for pool, what_drawn in (("validation", "validation rows"), ("fisher", "Fisher prompts")):
+            if counts.get(f"drawn_{pool}") and counts.get(f"removed_same_as_{pool}"):
+                remedy = f"{_FEWER[what_drawn]}; or more training rows that are no copies"
+                break  # what is left repeats those that were drawn
     elif counts.get("bad_rows"):
         remedy = "look at the columns: without --on_bad_rows skip the first bad row is named"
     got = (f"{name.replace('_', ' ')} {count}" for name, count in counts.items() if count)

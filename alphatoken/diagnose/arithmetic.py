@@ -129,8 +129,8 @@ def changes(
 ) -> dict[str, Estimate]:
     """Shares of decisions and of signs that are others, error in norm, and rank correlation.
 
-    With K(v) the first ``ceil(ratio n)`` tokens by value, w ``values`` and v ``truth``:
-    ``|K(w) xor K(v)| / n``, the share of ``sign w != sign v``, ``||w - v|| / ||v||`` and Spearman's
+    With A(v) the first ``ceil(ratio n)`` tokens by value, w ``values`` and v ``truth``:
+    ``|A(w) xor A(v)| / n``, the share of ``sign w != sign v``, ``||w - v|| / ||v||`` and Spearman's
     correlation; intervals are over rows.
     """
     estimate = partial(bootstrap, groups=rows, seed=seed)

@@ -153,7 +153,7 @@ def next_command(
 ) -> str:
     """The command that does what the answer advises; "" where no command has named the rows.
 
-    A race takes the same ``walk``: what a command line says of it.
+    What a command line said of the ``walk`` is said to a race too.
 
     >>> next_command(ALIKE, "--train_file rows.jsonl", 400, 32)
     'alphatoken sft --policy standard --train_file rows.jsonl'

@@ -281,8 +281,8 @@ def _mark(own: Setting, exact: Setting, agreements: Mapping[Setting, Mapping[str
 
 
 _COSTS = (
-    "Agreement is with the label value over all trainable parameters. of_a_step: FLOPs of the "
-    "values, beyond the forward that training runs anyway, over those of a training step; "
+    "Agreement is with the exact value (`label` over all trainable parameters). of_a_step: FLOPs "
+    "of the values, beyond the forward that training runs anyway, over those of a training step; "
     "direction: of building M from as many validation rows; cost: both."
 )
 
@@ -300,7 +300,7 @@ def _figures(priced: Table, layers: Table) -> list[Figure]:
             "pareto",
             priced,
             "Cost against fidelity",
-            "Up and to the left is better. The exact value over all parameters is 1 by definition.",
+            "Up and to the left is better. The exact value is 1 by definition.",
             x="cost_in_training_steps",
             xlabel="cost of values and direction, in training steps (FLOPs)",
             **ranked,

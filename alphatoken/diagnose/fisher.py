@@ -1,6 +1,6 @@
 """Diagnostic ``fisher``: agreement of the Fisher-drift proxy with real retention rows.
 
-    proxy score    stability component with V = F o (theta - theta_ref), or of Kronecker factors
+    proxy score    stability component with V = F o (theta - theta_ref), or its Kronecker form
     oracle score   the same with V = gradient of the loss on held-out retention rows
 
 Both at the model after fine-tuning, with the Fisher fitted at the reference: as in the paper, by

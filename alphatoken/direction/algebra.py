@@ -36,7 +36,7 @@ def kronecker_drift(errors: Tensor, inputs: Tensor, weight: Tensor, reference: T
     Args:
         errors: S_F (d_out, d_out).
         inputs: A_F (d_in, d_in).
-        weight: W (d_out, d_in).
+        weight: theta (d_out, d_in).
         reference: theta_ref, the same shape.
     """
     dtype = wide(weight.dtype, errors.dtype, inputs.dtype)

@@ -154,8 +154,8 @@ def end_of_walk(inputs: DirectionInputs) -> dict[str, Tensor]:
         )
     elif after < min(LEARNED, LEARNED_SHARE * before):
         warn_caller(
-            f"The walk has learned its rows by heart: in {config.walk_steps} AdamW steps at rate "
-            f"{rate:g} their mean loss fell from {before:.3g} to {after:.3g}. Good rows may then "
+            f"a walk of {config.walk_steps} AdamW steps at rate {rate:g} learned its rows by "
+            f"heart: their mean loss fell from {before:.3g} to {after:.3g}. Good rows may then "
             "have negative values too: compare ranks, not signs. More trusted rows, or fewer "
             "walk_steps.",
             AlphaTokenWarning,

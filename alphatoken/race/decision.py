@@ -1,10 +1,10 @@
 """Which arm of a race wins: differences of losses by row, with intervals that hold together.
 
-    d_r  = n_r (l_arm,r - l_all,r)                     row r of m, which has n_r response tokens
-    D    = sum_r d_r / sum_r n_r                       nats a token; below 0 the arm is better
+    d_r  = n_r (l_arm,r - l_all,r)                     row r of q, which has n_r response tokens
+    D    = sum_r d_r / sum_r n_r                       nats a token, or a pair; below 0 it is better
     D_-r = the same without row r
-    s^2  = (m - 1) / m  sum_r (D_-r - mean D_-r)^2     squared standard error of D, by the jackknife
-    D -+ t s,      t = the 1 - level / (2 C) quantile of Student's t with m - 1 degrees of freedom
+    s^2  = (q - 1) / q  sum_r (D_-r - mean D_-r)^2     squared standard error of D, by the jackknife
+    D -+ t s,      t = the 1 - level / (2 C) quantile of Student's t with q - 1 degrees of freedom
 
 Rows that share their prompt vary together, so they count as one row r: n_r is then the sum of
 their tokens, and l_r the mean over these. s is the standard error of a ratio: numerator and
@@ -20,7 +20,7 @@ An arm can win at the last look alone, on one side, so the bound there is level 
 intervals of a race hold 0 together with probability at least 1 - level. Both rest on Student's t:
 exact where rows are independent, n_r all equal and d_r normal with mean 0; approximate elsewhere.
 Where d_r is symmetric with heavier tails, t is on the safe side. Where a few rows have most of the
-tokens, m - 1 degrees of freedom are too many, and the intervals too narrow; the jackknife makes up
+tokens, q - 1 degrees of freedom are too many, and the intervals too narrow; the jackknife makes up
 for a part of it, which the linearised error would not. The promise is about the losses at the
 looks. That a better arm stays better until the end of the run is no part of it.
 """
@@ -48,7 +48,7 @@ Losses = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class Difference:
-    """An arm's loss minus that of ``all``, in nats a token, with its interval.
+    """An arm's loss minus that of ``all``, in nats a token (of pairs, a pair), with its interval.
 
     Attributes:
         value: D.
@@ -130,12 +130,12 @@ def difference(
     """The loss of an arm minus that of ``all``; see the module's text for the formula.
 
     Args:
-        arm: (m,) loss of each row.
-        base: (m,) the same of ``all``.
-        tokens: (m,) response tokens of each row.
+        arm: (q,) loss of each row.
+        base: (q,) the same of ``all``.
+        tokens: (q,) response tokens of each row.
         level: probability with which any of the intervals may miss, in (0, 1).
         intervals: how many are to hold together.
-        groups: (m,) a number for each row, the same for rows that count as one; None for none.
+        groups: (q,) a number for each row, the same for rows that count as one; None for none.
 
     Raises:
         InputError: lengths that differ, fewer than two rows, a row without tokens, a level out of

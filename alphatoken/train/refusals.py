@@ -289,7 +289,7 @@ def check_pool(args: Any, rows: int, processes: int) -> ValidationPool:
 def pool_of(args: Any, rows: int, processes: int, **changed: Any) -> ValidationPool:
     """The same by the options ``changed``.
 
-    Steps of a walk take micro-batches of every drawn row, so any number of rows is a batch of it.
+    Steps of a walk take micro-batches of the drawn rows, so as many as there are make a batch.
 
     Raises:
         ConfigError: that of the pool itself. No remedy is looked for.
@@ -301,7 +301,7 @@ def pool_of(args: Any, rows: int, processes: int, **changed: Any) -> ValidationP
     share = own["held_out_share"] if own["held_out_steps"] else 0.0
     size = own["validation_batch_size"]
     if args.estimator == WALK:
-        size = min(size, max(1, rows - held_out_count(rows, share)))
+        size = max(min(size, rows - held_out_count(rows, share)), processes)
     pool = ValidationPool(
         rows, size, mode=own["validation_mode"], held_out_share=share, seed=own["value_seed"]
     )

@@ -65,7 +65,7 @@ def _adam(setting: Setting) -> Numbers:
 
 
 def _influence(setting: Setting) -> Numbers:
-    """Along (K + mu)^-1 G, K by one drawn label at every response position of the training rows."""
+    """Along (H + mu)^-1 G, H by one drawn label at every response position of the training rows."""
     model, rows = setting.model.eval(), setting.batch(range(len(setting.rows)))
     options: dict[str, Any] = {"samples": len(setting.rows), "layers": "all", "progress": False}
     if not setting.factors:

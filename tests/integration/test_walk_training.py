@@ -150,7 +150,7 @@ def test_a_walk_of_a_run_takes_every_row_that_its_steps_reach(
 def test_few_trusted_rows_are_enough_for_a_walk(tmp_path: Path) -> None:
     """Its steps take micro-batches of them, so fewer than a validation batch are no error."""
     more = {**WALK, "walk_steps": 24, "validation_batch_size": 32, "held_out_steps": 1}
-    trainer = tiny.sft(tmp_path, **more, held_out_share=0.25, max_steps=2)
+    trainer = tiny.sft(tmp_path, **{**more, "held_out_share": 0.25, "max_steps": 2})
     trainer.train()
     batches = trainer.valuation.scorer.estimator.inputs.validation
     assert sum(len(batch.labels) for batch in batches) == 9  # of 12, of which 3 are held out

@@ -452,7 +452,7 @@ def _refuse(chosen: TokenPolicy, options: Any, family: str) -> None:
         raise ConfigError(
             f"policy '{chosen.name}' is made for {place[chosen.family]}",
             got=f"a trainer for {place[family]}",
-            remedy="AlphaSFTTrainer or `alphatoken sft`"
+            remedy="AlphaSFTTrainer or `alphatoken sft`; in a race other arms (--arms walk-80)"
             if chosen.family == "sft"
             else "AlphaDPOTrainer or `alphatoken dpo`",
         )

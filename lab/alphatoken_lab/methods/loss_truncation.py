@@ -16,7 +16,7 @@ UNITS = ("token", "response")
 class LossTruncation(TokenPolicy):
     """Loss truncation, a policy.
 
-        keep the ceil((1 - c) N) of the N tokens of the step with the lowest l_t = -log p_t
+        keep the ceil((1 - d) N) of the N tokens of the step with the lowest l_t = -log p_t
         L = (sum of l over them) / (response tokens)
 
     A hard mask, ranked anew at every step with the current model. With ``unit="response"`` a
@@ -29,7 +29,7 @@ class LossTruncation(TokenPolicy):
 
     Args:
         settings: see ``PolicySettings``.
-        drop: c, the share that is left out, 0.4. [above 0, below 1; the share of the rows that is
+        drop: d, the share that is left out, 0.4. [above 0, below 1; the share of the rows that is
             thought wrong; the code's default]
         unit: "token", or "response". ["token" or "response"; "response" where whole rows are wrong
             and steps have many rows; ours; the paper's are responses]

@@ -34,7 +34,7 @@ def importance_weights(
     normalize_prior: bool = True,
     mean_one: bool = True,
 ) -> Float[Tensor, "b t"]:
-    """``W = mix I / sum I + (1 - mix) P``, ``P(j) = exp(-((j - (T - 1) / 2) / sigma)^2 / 2)``.
+    """``W = mix I / sum I + (1 - mix) B``, ``B(j) = exp(-((j - (T - 1) / 2) / sigma)^2 / 2)``.
 
     ``j`` counts the T tokens of the span from 0, ``sigma = T / sigma_divisor``.
 
@@ -68,7 +68,7 @@ class TIDPO(PreferencePolicy):
     """Token-importance DPO: gradient attribution, a Gaussian prior, and a triplet loss.
 
         I_i = || d max logit(last position) / d e_i ||_1
-        W   = lambda I / sum I + (1 - lambda) P          over the response, then mean 1
+        W   = lambda I / sum I + (1 - lambda) B          over the response, then mean 1
         L   = -log sigma(beta (sum W D - sum W D' - alpha (KL' - sg KL))) + gamma L_triplet
 
     ``D`` are log-ratios of the chosen response, ``D'`` of the rejected one; W carries no
