@@ -719,7 +719,8 @@ def runs(draw: st.DrawFn) -> RunConfig:
     )
 
 
-@pytest.mark.filterwarnings("ignore:validation rows label")  # of rows drawn at random, a few
+# Of rows drawn at random a few.
+@pytest.mark.filterwarnings("ignore:validation rows label", "ignore:.* rows repeat a")
 @settings(budget(0.15, least=2), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(run=runs())
 def test_the_trainer_is_the_reference(run: RunConfig) -> None:
