@@ -336,6 +336,17 @@ class ValueOptions:
         return ScorerConfig(**settings | {"layers": read_layers(self.layers)})
 
 
+def walk_words(options: Any) -> str:
+    """Options of a walk as a command line has them behind others, but for the defaults.
+
+    >>> walk_words(ScorerConfig.walk(walk_steps=60, walk_form="central"))
+    ' --walk_steps 60 --walk_form central'
+    """
+    names = ("walk_steps", "walk_learning_rate", "walk_form")
+    changed = {n: getattr(options, n) for n in names if not _is_default(n, getattr(options, n))}
+    return "".join(f" --{name} {value}" for name, value in changed.items())
+
+
 # --- what is in force ----------------------------------------------------------------------------
 
 RESEARCH = (

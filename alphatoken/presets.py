@@ -121,16 +121,3 @@ def values_in_words(options: Any) -> str:
         return f"{words}, {options.walk_form}, of {options.walk_steps} AdamW steps, in nats"
     layers = "" if _everything(options) else f" of layers {options.layers}"
     return f"{words} over {options.parameters}{layers}"
-
-
-def walk_words(options: Any) -> str:
-    """Options of a walk as a command line has them behind others, but for the defaults.
-
-    >>> from types import SimpleNamespace
-    >>> walk_words(SimpleNamespace(walk_steps=60, walk_learning_rate=None, walk_form="central"))
-    ' --walk_steps 60 --walk_form central'
-    """
-    usual = {**PRESETS[WALK].options, "walk_form": "one_sided"}
-    names = ("walk_steps", "walk_learning_rate", "walk_form")
-    changed = {n: getattr(options, n) for n in names if getattr(options, n) != usual[n]}
-    return "".join(f" --{name} {value}" for name, value in changed.items())

@@ -35,7 +35,7 @@ from alphatoken.estimate.label import Label
 from alphatoken.estimate.observed import Observed
 from alphatoken.estimate.proofs import CoverageReport
 from alphatoken.estimate.walk import Walk, end_of_walk, walk_age
-from alphatoken.model.batch import PreferenceBatch
+from alphatoken.model.batch import AnyBatch, PreferenceBatch
 from alphatoken.model.fingerprint import (
     Written,
     settings_of,
@@ -284,7 +284,7 @@ class Scorer:
         self.estimator.warn = warn
 
     @property
-    def validation(self) -> Sequence[Any]:
+    def validation(self) -> Sequence[AnyBatch]:
         """The validation batches of the scorer."""
         return self.estimator.inputs.validation
 

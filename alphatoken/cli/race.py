@@ -154,7 +154,7 @@ def _words(options: Mapping[str, Any]) -> list[str]:
     words = []
     for name, value in options.items():
         text = json.dumps(value) if isinstance(value, (bool, dict, list)) else str(value)
-        if name == "layers" and isinstance(value, list):
+        if name == "layers" and isinstance(value, list):  # "4," is one index, "4" the last four
             text = "".join(f"{index}," for index in value)
         words += [f"--{name}", "null" if value is None else text]
     return words

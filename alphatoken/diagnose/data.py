@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.config import WALK
+from alphatoken.config import WALK, walk_words
 from alphatoken.data import Example
 from alphatoken.data.encode import prompt_tokens
 from alphatoken.data.survey import said_places
@@ -42,7 +42,6 @@ from alphatoken.diagnose.statistics import (
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import scorer_for, with_estimator
 from alphatoken.errors import ConfigError, DataError, counted, short
-from alphatoken.presets import walk_words
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.run import score_rows
 from alphatoken.score.summary import end_places

@@ -394,6 +394,7 @@ class Race:
             refuse_other_run(self.state.settings, self.state.settings | self._settings())
             # An arm that has not begun has no checkpoint to be compared with.
             self._first = self._trainer(self.arms[ALL], self._arm_folder(ALL))
+            self._say_plan()
         else:
             self._refuse_checkpoints()
             before = (self.folder / ARMS).exists()
@@ -406,8 +407,6 @@ class Race:
                 if not before:  # else a second try would be taken for another run's folder
                     shutil.rmtree(self.folder / ARMS, ignore_errors=True)
                 raise
-            return
-        self._say_plan()
 
     def _say_plan(self) -> None:
         for line in self.plan():

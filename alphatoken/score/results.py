@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alphatoken import FisherDrift, Scorer
+from alphatoken.config import walk_words
 from alphatoken.data import EncodeReport, Row, collate, token_texts
 from alphatoken.data.encode import about_encoding
 from alphatoken.data.source import RowSource
@@ -28,7 +29,6 @@ from alphatoken.data.split import about_pools
 from alphatoken.data.texts import TOKENS_DIGEST, tokens_digest
 from alphatoken.errors import DataError, ModelError, counted, short
 from alphatoken.model.batch import IGNORE
-from alphatoken.presets import WALK, walk_words
 from alphatoken.score.job import CorpusSurvey, Job, on_device
 from alphatoken.score.meaning import meaning_of
 from alphatoken.score.page import number as written
@@ -453,7 +453,7 @@ def _say_next(job: Job) -> None:
     if not words or options.query or options.reference:
         return
     words += "" if options.validation_file else " --validation_file TRUSTED"
-    words += walk_words(options) if options.estimator == WALK else ""
+    words += walk_words(options)
     print(f"next: alphatoken diagnose data {words} --output_dir {shlex.quote(options.output_dir)}")
 
 

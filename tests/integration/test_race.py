@@ -607,6 +607,7 @@ def test_the_command_on_pairs_and_what_it_refuses(
         (["--keep_retention"], "keep_retention needs retention rows"),
         (["--arms", "without:source=film"], "leaves out no row"),
         (["--arms", "weights"], "no training row has a weight"),
+        (["--arms", "deep:policy=label,layers=[9]"], "layers=[9]"),
         (["--looks", "9"], "over before the last look"),
         (["--load_best_model_at_end", "true", "--eval_strategy", "steps", "--save_strategy",
           "steps", "--eval_data", str(place / "rows.jsonl")], "load_best_model_at_end"),
