@@ -47,7 +47,7 @@ PRESETS: Mapping[str, Preset] = {
             "stability_weight": 1.5,
         },
         "as exact, approximate: the paper's estimator over the linears of the last {layers} "
-        "layers, W = {window}, lambda = {stability_weight}",
+        "layers, W = {window}, retention (where there is any) by lambda = {stability_weight}",
     ),
 }
 """The three ways to value. Defaults of ``ScorerConfig``, the command line, recipes and races read

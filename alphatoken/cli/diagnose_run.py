@@ -25,7 +25,7 @@ from alphatoken.cli.held_apart import take_apart
 from alphatoken.config import WALK
 from alphatoken.data import EncodeOptions, Example, Fields, Pools, Row, read_rows, split_pools
 from alphatoken.data.encode import about_encoding
-from alphatoken.data.split import about_pools, refuse_one_file
+from alphatoken.data.split import about_pools, check_draw, refuse_one_file
 from alphatoken.diagnose import DIAGNOSTICS, SIZES, Entry, find
 from alphatoken.diagnose.clouds import require_sklearn
 from alphatoken.diagnose.diagnosis import LEAD, Diagnosis, overall, section_of
@@ -531,6 +531,8 @@ def _held_out(pools: Pools, options: DiagnoseOptions, notes: list[str]) -> Pools
     if count is None:
         fifth = len(pools.train) // 5
         count = min(PROMPTS, fifth) if fifth >= FEWEST else 0
+    fewer = "--fisher_prompts N for fewer (0 fits Fishers on the training rows themselves)"
+    check_draw(count, len(pools.train), "Fisher prompts", fewer)
     drawn = split_pools(
         pools.train, fisher_rows=count, leak_key=options.leak_key, seed=options.seed
     )

@@ -277,8 +277,14 @@ _FEWER = {
 }
 
 
-def check_draw(count: int, rows: int, what: str) -> None:
+def check_draw(count: int, rows: int, what: str, fewer: str | None = None) -> None:
     """Check that so many of these rows can be drawn, and some remain.
+
+    Args:
+        count: rows to draw.
+        rows: of which.
+        what: they are called.
+        fewer: what draws fewer of them, where it is no option of training.
 
     Raises:
         ConfigError: they cannot.
@@ -287,7 +293,7 @@ def check_draw(count: int, rows: int, what: str) -> None:
         raise ConfigError(
             f"{what} cannot be drawn from the data",
             got=f"{count} of {rows} rows",
-            remedy=_FEWER.get(what, "ask for fewer") + "; rows to train on must remain",
+            remedy=(fewer or _FEWER.get(what, "ask for fewer")) + "; rows to train on must remain",
         )
 
 

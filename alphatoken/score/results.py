@@ -60,6 +60,9 @@ Unit = Literal["tokens", "mean", "sum"]
 # Rows at each end that are printed and stand in the summary.
 _ENDS = 3
 
+FEWEST_OF_VERDICT = 8
+"""Trusted rows, and rows to judge, that ``alphatoken diagnose data`` needs."""
+
 _SIDES = {"worst": LOWEST, "highest_loss": HIGHEST_LOSS, "best": HIGHEST}
 """What the summary file calls each end, in the order in which they are printed."""
 
@@ -454,7 +457,10 @@ def _say_next(job: Job) -> None:
         return
     words += "" if options.validation_file else " --validation_file TRUSTED"
     words += walk_words(options)
-    print(f"next: alphatoken diagnose data {words} --output_dir {shlex.quote(options.output_dir)}")
+    few = min(len(job.validation), job.corpus.source.rows) < FEWEST_OF_VERDICT
+    more = f", with {FEWEST_OF_VERDICT} rows or more in each file" * few
+    folder = shlex.quote(options.output_dir)
+    print(f"next{more}: alphatoken diagnose data {words} --output_dir {folder}")
 
 
 def _say(

@@ -18,7 +18,13 @@ from typing import Any, Literal
 import pytest
 
 from alphatoken.cli import main
-from alphatoken.cli.diagnose_options import ALL, build_parser, overview, read_request
+from alphatoken.cli.diagnose_options import (
+    ALL,
+    DiagnoseOptions,
+    build_parser,
+    overview,
+    read_request,
+)
 from alphatoken.cli.diagnose_run import prepare, retention_files
 from alphatoken.cli.program import read_options, spelled
 from alphatoken.data import Fields
@@ -473,6 +479,12 @@ def test_prompts_of_a_fisher_are_rows_that_nothing_else_uses(world: World, tmp_p
     whole = len(pools("--fisher_prompts", "0")[2])
     by_default = len(pools()[1])
     assert by_default == (whole // 5 if whole >= 40 else 0)
+    with pytest.raises(ConfigError, match="Fisher prompts cannot be drawn") as caught:
+        pools("--fisher_prompts", str(whole))
+    remedy = str(caught.value.remedy)
+    assert "--fisher_prompts N for fewer" in remedy
+    for word in re.findall(r"--\w+", remedy):
+        assert word[2:] in {one.name for one in fields(DiagnoseOptions)}
 
 
 def test_a_row_with_the_tokens_of_a_held_out_row_is_removed(world: World, tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trl import SFTConfig
 
 from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
 from alphatoken.cli.diagnose_options import DiagnoseOptions
+from alphatoken.cli.diagnose_run import TRAINERS_LENGTH
 from alphatoken.demo.word_problems import chats, with_foreign_answers, with_wrong_words
 from alphatoken.diagnose import data
-from alphatoken.diagnose.data import JUDGED, TRUSTED
+from alphatoken.diagnose.data import EPOCHS, JUDGED, TRAIN_BATCH, TRUSTED
 from alphatoken.diagnose.diagnosis import Diagnosis
 from alphatoken.score.run import score_rows
 from alphatoken.score.values import ScoredExample, read_values
@@ -346,3 +348,11 @@ def test_spoilt_chats_stand_at_one_end_and_are_told_from_trusted_ones(
     alike = {JUDGED: own[:30], TRUSTED: records(tmp_path / "out", TRUSTED)}
     tests = {name: data.compare(alike, name, seed=0) for name in data.MEASURES}
     assert data.together(tests) > data.LEVEL
+
+
+def test_the_printed_race_counts_steps_by_the_defaults_of_trl(tmp_path: Path) -> None:
+    config = SFTConfig(output_dir=str(tmp_path), bf16=False)
+    assert config.per_device_train_batch_size == TRAIN_BATCH
+    assert config.num_train_epochs == EPOCHS
+    assert config.gradient_accumulation_steps == 1
+    assert config.max_length == TRAINERS_LENGTH

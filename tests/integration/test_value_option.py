@@ -17,16 +17,20 @@ from alphatoken.cli.arguments import Arguments, read_arguments
 from alphatoken.cli.diagnose_options import read_request
 from alphatoken.cli.training import changed_options
 from alphatoken.config import ValueOptions
+from alphatoken.diagnose.data import FEWEST_TRUSTED
+from alphatoken.diagnose.statistics import FEWEST
 from alphatoken.errors import ConfigError
 from alphatoken.presets import written_options
 from alphatoken.score.job import require_trained_layers
+from alphatoken.score.results import FEWEST_OF_VERDICT
 from alphatoken.score.values import read_values
 from alphatoken.support.storage import open_line
 from alphatoken.train.dpo import AlphaDPOConfig
 from alphatoken.train.records import VALUES
 from alphatoken.train.sft import AlphaSFTConfig
-from tests.integration.small_world import World, flags
+from tests.integration.small_world import World, exchanges, flags
 from tests.integration.test_cli import load, same
+from tests.rows import jsonl
 
 # PyTorch's own forward-mode rules are scripted when the first of them is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -416,13 +420,21 @@ def test_a_result_ends_with_what_opens_it_and_the_next_command(
     assert main(["score", *flags(words)]) == 0
     *_, opens, then = capsys.readouterr().out.splitlines()
     assert opens == open_line(tmp_path / "out" / "report.html")
-    command = shlex.split(then.removeprefix("next: alphatoken "))
+    few = f"next, with {FEWEST_OF_VERDICT} rows or more in each file: alphatoken "
+    assert FEWEST_OF_VERDICT == FEWEST == FEWEST_TRUSTED
+    command = shlex.split(then.removeprefix(few))
     assert command[:2] == ["diagnose", "data"]
     options, _ = read_request(*command[1:])
     assert (options.train_file, options.validation_file) == (
         str(world / "train.jsonl"), str(world / "validation.jsonl")
     )  # fmt: skip
     assert options.train_limit == 4
+    trusted = tmp_path / "trusted.jsonl"
+    jsonl(trusted, exchanges(8, seed=9))
+    words |= {"limit": 8, "validation": trusted, "out": tmp_path / "more"}
+    assert main(["score", *flags(words)]) == 0
+    *_, then = capsys.readouterr().out.splitlines()
+    assert then.startswith("next: alphatoken diagnose data ")
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker"])

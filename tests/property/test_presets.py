@@ -81,7 +81,10 @@ def test_numbers_stand_where_people_read_them() -> None:
     assert "24 AdamW steps on the validation rows)" in values_in_words(ScorerConfig.walk())
     other = values_in_words(ScorerConfig.walk(walk_steps=3, walk_learning_rate=1e-3))
     assert "takes 3 AdamW steps on the validation rows at rate 0.001)" in other
-    assert "last 3 layers, W = 32, lambda = 1.5" in values_in_words(ScorerConfig())
+    assert (
+        "last 3 layers, W = 32, retention (where there is any) by lambda = 1.5"
+        in values_in_words(ScorerConfig())
+    )
     for name in NAMES:
         arm = PACKAGED[f"{name}-80"]
         assert (arm["policy"], arm["keep_ratio"]) == ("top", 0.8)
