@@ -172,6 +172,35 @@ def say_what_was_not_run(app: Any, name: str, source: list[str]) -> None:
         source[0] = re.sub(r"(?m)^# .+\n", lambda title: title[0] + note, source[0], count=1)
 
 
+MADE_BY_BUILD = {
+    "Reference": ["options", "changelog"],
+    "Contribute": ["files", "claims"],
+    "Lab notebook (you need not read this)": ["log"],
+}
+"""Pages that no link can name beside the source, by the section of the first page."""
+
+
+def make_tree(app: Any, name: str, source: list[str]) -> None:
+    """Make the tree of pages from the first page's sections of links, which any viewer shows."""
+    if name != "index":
+        return
+
+    def section(match: re.Match[str]) -> str:
+        caption, links = match.groups()
+        pages = [f"{title} <{page}>" for title, page in re.findall(r"\[(.+?)\]\((.+)\.md\)", links)]
+        pages += MADE_BY_BUILD.get(caption, [])
+        listed = "\n".join(pages)
+        return f"```{{toctree}}\n:caption: {caption}\n:maxdepth: 1\n\n{listed}\n```\n"
+
+    picture = r"!\[(.+)\]\(rows-light\.svg\)"
+    shades = [
+        f"```{{image}} rows-{shade}.svg\n:class: only-{shade}\n:alt: \\1\n```\n"
+        for shade in ("light", "dark")
+    ]
+    source[0] = re.sub(picture, "\n".join(shades), source[0])
+    source[0] = re.sub(r"(?m)^## (.+)\n\n((?:\[.+\n)+)", section, source[0])
+
+
 def _prepare(app: Any, config: Any) -> None:
     write_list_of_files()
     write_module_pages()
@@ -182,3 +211,4 @@ def setup(app: Any) -> None:
     """Prepare before any page is read."""
     app.connect("config-inited", _prepare)
     app.connect("source-read", say_what_was_not_run)
+    app.connect("source-read", make_tree)

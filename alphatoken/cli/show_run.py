@@ -132,13 +132,11 @@ def _of_rows(items: Sequence[Example], reader: Any) -> Iterator[TrainedTokens]:
 
 
 def _of_pairs(items: Sequence[Pair], reader: Any) -> Iterator[TrainedTokens]:
-    from datasets import disable_progress_bars, enable_progress_bars
-    from datasets.utils import are_progress_bars_disabled
     from trl.trainer.dpo_trainer import DPOTrainer
 
     from alphatoken.cli.training_rows import is_weighted
     from alphatoken.train.dpo import whole_pairs
-    from alphatoken.train.python_rows import cut_pair, kept_tokens
+    from alphatoken.train.python_rows import bars_of_many, cut_pair, kept_tokens
 
     args, tokenizer = reader.arguments.training, reader.tokenizer
     # All that TRL's preparation of pairs reads of its trainer.
@@ -151,13 +149,8 @@ def _of_pairs(items: Sequence[Pair], reader: Any) -> Iterator[TrainedTokens]:
     )
     rows = reader.dataset(items, weighed=reader.weights != "refused")
     rows = rows.add_column("number", list(range(len(items))))
-    before = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
+    with bars_of_many(rows):
         pairs = whole_pairs(prepare, rows, args, tokenizer, reader.weights)
-    finally:
-        if not before:
-            enable_progress_bars()
     kept = kept_tokens(args, packed=False)
     for whole in pairs:
         pair = cut_pair(

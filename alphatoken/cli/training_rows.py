@@ -54,7 +54,7 @@ from alphatoken.train.python_rows import (
     pair_tokens,
     said_limits,
 )
-from alphatoken.train.refusals import pool_of, raise_first
+from alphatoken.train.refusals import raise_first
 
 # --- what is refused before any row is read -------------------------------------------------------
 
@@ -510,7 +510,6 @@ def load_run_data(
     names = ("train", "eval", "validation", "retention", "fisher")
     if arguments.race is not None:
         race = rows_of_race(arguments, pools, race, notes)
-    notes += _about_a_fixed_batch(arguments.training, len(pools["validation"]))
     notes += _about_lengths({**pools, **race}, arguments.training, reader.cut)
     weighed = reader.weights != "refused"
     rows = {
@@ -525,24 +524,6 @@ def load_run_data(
     if reader.columns:
         datasets["train_entries"] = [reader.entries[id(item)] for item in pools["train"]]
     return datasets, notes
-
-
-def _about_a_fixed_batch(args: Any, rows: int) -> list[str]:
-    """A sentence on validation rows that no step looks at, where there are some."""
-    if not args.needs_values or args.objective == "stability" or args.validation_mode != "fixed":
-        return []
-    try:
-        pool = pool_of(args, rows, args.world_size)
-    except ConfigError:
-        return []  # which is said where the rows are used
-    used, held_out = len(pool.drawn), len(pool.held_out)
-    if used + held_out == rows:
-        return []
-    watched = f", {held_out} are only watched" if held_out else ""
-    return [
-        f"{used} of {rows} validation rows are valued against, the same at every step{watched}, "
-        f"and {rows - used - held_out} play no part: --validation_mode pool takes them in turn."
-    ]
 
 
 # --- what TRL cuts off rows ---------------------------------------------------------------------

@@ -34,7 +34,7 @@ from alphatoken.train.log_prob_proxy import LogProbProxy, by_token
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
 from alphatoken.train.policy import TokenPolicy
-from alphatoken.train.python_rows import cut_pair, read_pairs, warn_of_left
+from alphatoken.train.python_rows import bars_of_many, cut_pair, read_pairs, warn_of_left
 from alphatoken.train.row_weights import PairWeightsCollator, weighed_pair
 from alphatoken.train.shards import Fsdp2Sharding, Zero3Sharding
 from alphatoken.train.trainer_loss import TrainerLoss
@@ -424,8 +424,9 @@ class AlphaDPOTrainer(AlphaTrainerMixin, DPOTrainer):
         )
         weights = self.row_weights if dataset_name == "train" else "refused"
         tokenizer = text_tokenizer(processing_class)
-        pairs = whole_pairs(prepare, dataset, args, tokenizer, weights)
-        return cut_pairs(pairs, args, dataset_name)
+        with bars_of_many(dataset):
+            pairs = whole_pairs(prepare, dataset, args, tokenizer, weights)
+            return cut_pairs(pairs, args, dataset_name)
 
     def weights_collator(self) -> tuple[Any, tuple[str, ...]]:
         """TRL's collator of pairs, and weights of both responses."""

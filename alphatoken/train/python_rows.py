@@ -16,7 +16,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from itertools import islice
@@ -67,11 +67,31 @@ _TRLS = {"tools", "chat_template_kwargs", "image", "images"}
 _FIRST_ROWS = 1024
 """Rows of a stream that are looked at before any work; each is looked at as it is read."""
 
+_MANY_ROWS = 2048
+"""Rows from which on a preparation takes seconds, so that datasets shows its bars."""
+
 WEIGHTS = "row_weights"
 """Key among a reader's arguments: "read" or "signed" where weights of the rows are read."""
 
 Problem = Callable[[Mapping[str, Any]], str | None]
 """Gives the reason for which a row cannot be trained on; None for one that can."""
+
+
+@contextmanager
+def bars_of_many(rows: Any) -> Iterator[None]:
+    """Context in which datasets draws its bars, several for each data set, for many rows alone."""
+    from datasets import disable_progress_bars, enable_progress_bars
+    from datasets.utils import are_progress_bars_disabled
+
+    few = hasattr(rows, "__len__") and len(rows) < _MANY_ROWS
+    hides = few and not are_progress_bars_disabled()
+    if hides:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hides:
+            enable_progress_bars()
 
 
 def form_of(columns: Collection[str], text_field: str) -> tuple[str, ...]:

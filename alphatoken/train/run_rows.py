@@ -20,7 +20,7 @@ from torch import nn
 
 from alphatoken.direction.drift import FisherDrift, library_version
 from alphatoken.direction.fisher import fit_fisher
-from alphatoken.errors import ConfigError, CoverageError
+from alphatoken.errors import AlphaTokenWarning, ConfigError, CoverageError, warn_caller
 from alphatoken.model.choice import ParameterChoice, read_layers
 from alphatoken.model.protocol import find_adapter
 from alphatoken.model.scope import find_scope, resolve_layers
@@ -30,6 +30,7 @@ from alphatoken.train.distributed import cache_folder, on_accelerator, spread_na
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.manifest import dataset_digest
 from alphatoken.train.options import AlphaOptions
+from alphatoken.train.pool import ValidationPool
 from alphatoken.train.python_rows import plain_rows
 from alphatoken.train.refusals import check_lengths, check_pool, check_tokens
 
@@ -75,7 +76,9 @@ def prepare_run_rows(
     validation_rows: list[dict[str, Any]] = []
     if options.objective != "stability":
         validation_rows = trainer.prepare_rows(validation, "validation")
-        check_pool(options, len(validation_rows), trainer.accelerator.num_processes)
+        pool = check_pool(options, len(validation_rows), trainer.accelerator.num_processes)
+        if trainer.accelerator.is_main_process:
+            _warn_of_a_fixed_batch(pool, len(validation_rows))
         check_lengths(adapter, validation_rows, "validation", trainer.row_length)
         check_tokens(validation_rows, trainer.model, "validation")
     retention_rows: list[dict[str, Any]] = []
@@ -91,6 +94,20 @@ def prepare_run_rows(
         if weights and all(weight.numel() for weight in weights.values()):
             fisher.check(adapter, list(weights), max_relative_drift=options.max_relative_drift)
     return RunRows(validation_rows, retention_rows, fisher)
+
+
+def _warn_of_a_fixed_batch(pool: ValidationPool, rows: int) -> None:
+    """Say how many of the validation rows no step looks at, where there are some."""
+    used, held_out = len(pool.drawn), len(pool.held_out)
+    if pool.mode != "fixed" or used + held_out == rows:
+        return
+    watched = f", {held_out} are only watched" if held_out else ""
+    warn_caller(
+        f"{used} of {rows} validation rows are valued against, the same at every step{watched}, "
+        f"and {rows - used - held_out} play no part: validation_mode='pool' (--validation_mode "
+        "pool) takes them in turn",
+        AlphaTokenWarning,
+    )
 
 
 def _fit_or_load_fisher(trainer: TrainerInterface, dataset: Any) -> FisherDrift:

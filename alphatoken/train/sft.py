@@ -24,7 +24,13 @@ from alphatoken.model.batch import IGNORE, label_mask
 from alphatoken.model.loading import text_tokenizer
 from alphatoken.train.mixin import AlphaTrainerMixin, choose_bf16
 from alphatoken.train.options import AlphaOptions
-from alphatoken.train.python_rows import columns_of, plain_rows, read_rows, warn_of_left
+from alphatoken.train.python_rows import (
+    bars_of_many,
+    columns_of,
+    plain_rows,
+    read_rows,
+    warn_of_left,
+)
 from alphatoken.train.row_weights import RowWeightsCollator, prepared_with_weights
 
 _COMPARED, _APART = 64, 0.8
@@ -230,20 +236,22 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
             dataset_name=dataset_name,
         )
         if dataset_name != "train" or self.row_weights == "refused":
-            return prepare(dataset=dataset, args=args, packing=packing)
+            with bars_of_many(dataset):
+                return prepare(dataset=dataset, args=args, packing=packing)
         tokenizer = text_tokenizer(processing_class)
         if self.chat_template is not None:  # TRL writes the rows with it
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.chat_template = self.chat_template
-        return prepared_with_weights(
-            prepare,
-            dataset,
-            args,
-            packing,
-            tokenizer=tokenizer,
-            weights=self.row_weights,
-            text_field=args.dataset_text_field,
-        )
+        with bars_of_many(dataset):
+            return prepared_with_weights(
+                prepare,
+                dataset,
+                args,
+                packing,
+                tokenizer=tokenizer,
+                weights=self.row_weights,
+                text_field=args.dataset_text_field,
+            )
 
     def tokenised(self, dataset: Any, name: str) -> Any:
         """TRL's own preparation, without packing, labelled as training rows are."""
@@ -268,7 +276,8 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
         if own or whole or not unmasked:
             return prepared
         end = self.args.truncation_mode == "keep_end"
-        return prepared.map(partial(_completion_labels, end=end))
+        with bars_of_many(prepared):
+            return prepared.map(partial(_completion_labels, end=end))
 
     def prepare_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
         """Tokenised rows that have a response, labelled as training rows are."""

@@ -272,24 +272,6 @@ def test_controls_train_on_the_same_rows(tmp_path: Path) -> None:
         assert prompts(control.train_dataset) == prompts(top.train_dataset)
 
 
-def test_validation_rows_that_no_step_looks_at_are_counted(tmp_path: Path) -> None:
-    """Of a fixed batch the others play no part, however many there are."""
-    train = str(jsonl(tmp_path / "train.jsonl", rows(20)))
-    clean = str(jsonl(tmp_path / "clean.jsonl", rows(20, 40)))
-    words = ("--train_file", train, "--validation_file", clean, "--validation_batch_size", "6",
-             "--fisher_prompts", "0", "--held_out_steps", "5")  # fmt: skip
-    for more, said in (
-        ((), "6 of 20 validation rows are valued against, the same at every step, 4 are only "
-         "watched, and 10 play no part"),
-        (("--held_out_steps", "0"), "the same at every step, and 14 play no part"),
-        (("--validation_mode", "pool"), ""),
-        (("--validation_batch_size", "16"), ""),
-        (("--policy", "random"), ""),
-    ):  # fmt: skip
-        notes = [n for n in load("sft", tmp_path, *words, *more).notes if "play no part" in n]
-        assert [said in note for note in notes] == ([True] if said else [])
-
-
 @pytest.mark.parametrize("option", ["completion_only_loss", "assistant_only_loss"])
 def test_plain_texts_have_no_answers_to_train_on_alone(option: str, tmp_path: Path) -> None:
     """All of a text would be learned without a word; an answer without a question is one."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from datasets.utils import are_progress_bars_disabled
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError
 from alphatoken.score import read_values
-from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer
+from alphatoken.train import AlphaDPOTrainer, AlphaSFTTrainer, python_rows
 from alphatoken.train.records import REPORT, VALUES
 from alphatoken.train.refusals import check_tokens
 from tests.integration import tiny_training as tiny
@@ -33,6 +34,19 @@ def trainer(kind: str, folder: Path, prompts: list[str], **given: Any) -> Any:
     if kind == "dpo":
         given["ref_model"] = copy.deepcopy(given["model"])
     return tiny.made(KINDS[kind], folder, **given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bars_of_a_preparation_are_drawn_for_many_rows_alone(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each data set has several, and each arm of a race has them again."""
+    trainer(kind, tmp_path, ["say it "] * 8)
+    assert "examples/s" not in capfd.readouterr().err
+    assert not are_progress_bars_disabled()
+    monkeypatch.setattr(python_rows, "_MANY_ROWS", 8)
+    trainer(kind, tmp_path, ["say it "] * 8)
+    assert "examples/s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("kind", "policy"), [("sft", "all"), ("dpo", "random")])

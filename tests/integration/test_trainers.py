@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,31 @@ def test_validation_rows_of_a_run_that_are_written_to_give_a_new_direction(tmp_p
     assert torch.equal(scorer.score(batch).total, before)
     scorer.validation[0].inputs["input_ids"][:, 1] = 5
     assert not torch.equal(scorer.score(batch).total, before)
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({}, "6 of 20 validation rows are valued against, the same at every step, 4 are only "
+         "watched, and 10 play no part"),
+        ({"held_out_steps": 0}, "the same at every step, and 14 play no part"),
+        ({"validation_mode": "pool"}, ""),
+        ({"validation_batch_size": 16}, ""),
+        ({"policy": "random", "export_values": False}, ""),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_validation_rows_that_no_step_looks_at_are_counted(
+    tmp_path: Path, own: dict[str, Any], said: str
+) -> None:
+    """Of a fixed batch the others play no part, however many there are."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tiny.sft(
+            tmp_path, train_dataset=sft_rows(20), validation_dataset=sft_rows(20, seed=5), **own
+        )
+    told = [str(one.message) for one in caught if "play no part" in str(one.message)]
+    assert [said in one for one in told] == ([True] if said else [])
 
 
 # --- bad input ------------------------------------------------------------------------------------
