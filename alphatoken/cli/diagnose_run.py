@@ -224,6 +224,8 @@ def _say(diagnosis: Diagnosis, folder: _Folder, how_long: str) -> None:
     print(f"  {diagnosis.conclusion}")
     if diagnosis.next_command:
         print(f"  next: {diagnosis.next_command}")
+    if diagnosis.next_time:
+        print(f"  it takes {diagnosis.next_time} at the speed of this walk")
     print(f"  files: {folder.path / diagnosis.name}", flush=True)
 
 

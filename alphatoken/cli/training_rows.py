@@ -275,6 +275,8 @@ class RowReader:
             survey.notes[WEIGHTLESS] += 1
         if self.columns and name == "training":
             self.entries[id(item)] = {column: str(record.get(column)) for column in self.columns}
+            for column in self.columns:  # an arm reads it
+                survey.unread.pop(column, None)
         if (problem := self._problem(item)) is None:
             survey.leave_out_turns(getattr(item, "left_turns", ()))
             return item
@@ -649,6 +651,12 @@ def _separate(
     item_of = {  # a pair makes its row anew each time
         id(row): item for name in rows for row, item in zip(rows[name], items[name], strict=True)
     }
+    if not _judges(arguments) and (count := (validation or 0) + (fisher or 0)) >= len(train):
+        notes.append(
+            f"No row is held out, since this run reads none and {counted(len(train), 'rows')} are "
+            f"too few to hold out {count}."
+        )
+        validation = fisher = 0
     retention = rows.get("retention", [])
     keys = {key for item in own.get("retention", ()) for key in item_keys(item)}
     keys |= set(() if fitted is None else fitted.metadata.get("row_keys", ()))
@@ -668,10 +676,15 @@ def _separate(
     return items_of, notes + _pool_notes(pools, arguments)
 
 
-def _pool_notes(pools: Pools, arguments: Arguments) -> list[str]:
-    args, counts = arguments.training, pools.counts
+def _judges(arguments: Arguments) -> bool:
+    """True if the run reads validation rows."""
+    args = arguments.training
     policy = chosen_policy(args, None, args.FAMILY)
-    judged = args.needs_values or (policy is not None and policy.needs.validation)
+    return bool(args.needs_values or (policy is not None and policy.needs.validation))
+
+
+def _pool_notes(pools: Pools, arguments: Arguments) -> list[str]:
+    args, counts, judged = arguments.training, pools.counts, _judges(arguments)
     untrusted = ": they are no cleaner than the others; --validation_file names rows that you trust"
     drawn = {
         "drawn_validation": ("rows", "validation", judged, untrusted, "--validation_rows 0"),

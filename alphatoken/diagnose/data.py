@@ -16,10 +16,12 @@ finished.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ from alphatoken.diagnose.statistics import (
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import scorer_for, with_estimator
 from alphatoken.errors import ConfigError, DataError, counted, short
+from alphatoken.presets import WALK_RATE
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.run import score_rows
 from alphatoken.score.summary import end_places
@@ -78,6 +81,7 @@ SHOWN = 3
 
 TRAIN_BATCH, EPOCHS = 8, 3
 """Training rows of a step, and passes over all of them, that TRL takes where none are named."""
+_LOOK = "Look at the rows of lowest value and of highest loss."
 FIRST_LOOK = 20
 """Step before which no race looks, unless it is told to."""
 CHOOSING = 8
@@ -106,11 +110,11 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     config = with_estimator(subject.config, WALK)
     scorer = scorer_for(subject, rows=walked, config=config)
     scorer.pin("data")  # nothing is trained, so the weights need not be read to see it
+    seconds = _take_walk(subject, scorer, groups)
     scored = {name: _scored(subject, scorer, name, rows) for name, rows in groups.items()}
     records = {name: [_record(name, one) for one in own] for name, own in scored.items()}
     tests = {name: compare(records, name, subject.seed) for name in MEASURES}
     answer = verdict(tests, len(groups[TRUSTED]))
-    notes += _doubts_of_walk(records[TRUSTED])
     batch, fits = subject.batch_size, race_batch(len(groups[JUDGED]), subject.batch_size)
     if answer != ALIKE and subject.words and fits < batch:
         notes.append(
@@ -122,7 +126,15 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     return conclude(
         "data",
         subject,
-        _conclusion(tests, len(groups[TRUSTED])),
+        " ".join(
+            filter(
+                None,
+                [
+                    _conclusion(tests, len(groups[TRUSTED]), rows_beyond(records)),
+                    doubts_of_walk(records[TRUSTED], config.walk_learning_rate),
+                ],
+            )
+        ),
         [_tests_table(records, tests), _ends_table(subject, groups[JUDGED], records[JUDGED], ends)],
         [_figure(every, name) for name in MEASURES],
         valued=groups[JUDGED],
@@ -141,6 +153,13 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             len(walked) + len(groups[TRUSTED]),
             subject.batch_size,
             walk_words(config),
+            "" if subject.folder is None else _beside(subject.folder.parent),
+        ),
+        next_time=""
+        if answer == ALIKE or seconds is None or not subject.words
+        else time_in_words(
+            race_passes(len(groups[JUDGED]), batch, config.walk_steps or 0)
+            * seconds_of_pass(seconds, config.walk_steps or 1, walked, groups[JUDGED], batch)
         ),
         mark=GOOD if answer == ALIKE else DOUBTFUL,  # rows that differ need not be bad
         lists=_row_lists(subject, groups[JUDGED], scored[JUDGED], ends),
@@ -148,20 +167,34 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
 
 
 def next_command(
-    answer: str, words: str, rows: int, trusted: int, batch: int = TRAIN_BATCH, walk: str = ""
+    answer: str,
+    words: str,
+    rows: int,
+    trusted: int,
+    batch: int = TRAIN_BATCH,
+    walk: str = "",
+    beside: str = "",
 ) -> str:
     """The command that does what the answer advises; "" where no command has named the rows.
 
-    What a command line said of the ``walk`` is said to a race too.
+    What a command line said of the ``walk`` is said to a race too. Its results go to a folder
+    ``beside`` that of the diagnosis.
 
-    >>> next_command(ALIKE, "--train_file rows.jsonl", 400, 32)
-    'alphatoken sft --policy standard --train_file rows.jsonl'
+    >>> next_command(ALIKE, "--train_file rows.jsonl", 400, 32, beside="out")
+    'alphatoken sft --policy standard --train_file rows.jsonl --output_dir out-sft'
     """
     if not words:
         return ""
     if answer == ALIKE:
-        return f"alphatoken sft --policy standard {words}{_sized(batch)}"
-    return race_command(words + walk, rows, trusted, batch)
+        command, kind = f"alphatoken sft --policy standard {words}{_sized(batch)}", "sft"
+    else:
+        command, kind = race_command(words + walk, rows, trusted, batch), "race"
+    return f"{command} --output_dir {quote(f'{beside}-{kind}')}" if beside else command
+
+
+def _beside(folder: Path) -> str:
+    """The folder's path, to which an ending is put; of the current one, a name of its own."""
+    return str(folder) if folder.name else "rows"
 
 
 def race_command(words: str, rows: int, trusted: int, batch: int = TRAIN_BATCH) -> str:
@@ -169,16 +202,56 @@ def race_command(words: str, rows: int, trusted: int, batch: int = TRAIN_BATCH) 
 
     Of few trusted rows half choose: by default eight do, which may leave none to value against.
 
-    >>> race_command("--train_file rows.jsonl", 400, 32)
-    'alphatoken race --train_file rows.jsonl'
-    >>> race_command("--train_file rows.jsonl", 32, 8)
-    'alphatoken race --train_file rows.jsonl --per_device_train_batch_size 4 --choosing_rows 4'
-    >>> race_command("--train_file rows.jsonl", 400, 32, batch=2)
-    'alphatoken race --train_file rows.jsonl --per_device_train_batch_size 2'
+    >>> race_command("--train_file R", 400, 32)
+    'alphatoken race --config recommended --train_file R'
+    >>> race_command("--train_file R", 32, 8).removeprefix("alphatoken race --config recommended ")
+    '--train_file R --per_device_train_batch_size 4 --choosing_rows 4'
     """
     more = _sized(race_batch(rows, batch))
     more += f" --choosing_rows {trusted // 2}" if trusted < 2 * CHOOSING else ""
-    return f"alphatoken race {words}{more}"
+    return f"alphatoken race --config recommended {words}{more}"
+
+
+def race_passes(rows: int, batch: int, walk: int) -> float:
+    """Rows that a race of ``race_command`` trains on, at most, where a forward counts a third.
+
+    With N steps of b rows in all, the last look at step L, and W steps of a walk:
+
+        N b + 2 L b + L + N b / 3 + W b
+
+    The winner trains on N b; two arms leave at the last look; one of them has a trusted row more in
+    each step; the one that selects may win, and adds a forward to each of its steps.
+
+    >>> race_passes(60, 8, 24)
+    788.0
+    """
+    size = race_batch(rows, batch)
+    steps = -(-rows // size) * EPOCHS
+    look = max(FIRST_LOOK, steps // 10)
+    return steps * size * 4 / 3 + 2 * look * size + look + walk * batch
+
+
+def seconds_of_pass(
+    seconds: float, steps: int, walked: Sequence[Example], judged: Sequence[Example], batch: int
+) -> float:
+    """Seconds in which a row to judge is trained on, by the walk's own ``steps``.
+
+    A step of the walk takes ``len(walked) / ceil(len(walked) / batch)`` rows on average. Rows count
+    by their tokens.
+    """
+    rows = steps * len(walked) / -(-len(walked) // batch)
+    length, own = (np.mean([len(row.input_ids) for row in some]) for some in (judged, walked))
+    return float(seconds / rows * length / own)
+
+
+def time_in_words(seconds: float) -> str:
+    """A time that is estimated.
+
+    >>> time_in_words(20), time_in_words(700), time_in_words(9000)
+    ('about 1 minute', 'about 12 minutes', 'about 2.5 hours')
+    """
+    minutes = max(1, round(seconds / 60))
+    return f"about {counted(minutes, 'minutes') if minutes < 100 else f'{minutes / 60:.2g} hours'}"
 
 
 def race_batch(rows: int, batch: int) -> int:
@@ -317,6 +390,24 @@ def _require_enough(trusted: Sequence[Example], judged: Sequence[Example]) -> No
 # --- values and losses ----------------------------------------------------------------------------
 
 
+def _take_walk(
+    subject: Subject, scorer: Scorer, groups: Mapping[str, Sequence[Example]]
+) -> float | None:
+    """Take the walk, of which no row's progress is part; its seconds, or None if none is needed."""
+    folder = subject.folder
+    parts = (
+        _path_of_part(folder, group, n)
+        for group, rows in groups.items()
+        for n in range(-(-len(rows) // _PART))
+        if folder is not None
+    )
+    if folder is not None and all(part.exists() for part in parts):
+        return None
+    start = time.monotonic()
+    scorer.estimator.prepare()
+    return time.monotonic() - start
+
+
 def _nats(example: ScoredExample) -> tuple[Numbers, Numbers]:
     """Values and losses (n,) of the n response tokens."""
     value, loss = (
@@ -343,9 +434,6 @@ def _scored(
     subject: Subject, scorer: Scorer, group: str, rows: Sequence[Example]
 ) -> list[ScoredExample]:
     """Values and losses of the rows, part by part; finished parts of the folder are read."""
-    folder, parts = subject.folder, range(-(-len(rows) // _PART))
-    if folder is None or not all(_path_of_part(folder, group, n).exists() for n in parts):
-        scorer.estimator.prepare()  # a walk is no part of the time that a row takes
     tracker = subject.tracker(f"Walk values of {group}", len(rows))
     tracker.report(0)
     scored: list[ScoredExample] = []
@@ -464,7 +552,34 @@ def fewest_reference(level: float) -> int:
     return math.ceil(math.log(level) / math.log(1 - MOST_UNSEEN))
 
 
-def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
+def rows_beyond(records: Records) -> str:
+    """How many rows no reference row reaches, and where the outermost are; "" where there are none.
+
+    A row counts whose mean loss is above, or whose mean walk value is below, that of each reference
+    row. Of n exchangeable rows, n / (m + 1) do on average beside m reference rows.
+    """
+    parts: list[str] = []
+    for measure, sign, what in (("loss", 1, "a higher loss"), ("value", -1, "a lower walk value")):
+        judged, trusted = (sign * column for column in _columns(records, measure))
+        beyond = np.flatnonzero(judged > trusted.max())
+        order = beyond[np.argsort(-judged[beyond], kind="stable")]
+        places = [records[JUDGED][n]["place"] for n in order.tolist()]
+        if places:
+            of_all, than = f" of {len(judged)}", " than every reference row"
+            parts.append(
+                f"{len(places)}{of_all * (not parts)} {'has' if len(places) == 1 else 'have'} "
+                f"{what}{than * (not parts)}{said_places(places, len(places))}"
+            )
+    usual = len(records[JUDGED]) / (len(records[TRUSTED]) + 1)
+    return (
+        f"{', and '.join(parts)}: read these first (of rows of one source {usual:.2g} would on "
+        "average)."
+        if parts
+        else ""
+    )
+
+
+def _conclusion(tests: Mapping[str, Comparison], reference: int, beyond: str) -> str:
     p, answer = together(tests), verdict(tests, reference)
     value, loss = (format(tests[name].difference, "+.3f") for name in MEASURES)
     sizes = (
@@ -475,20 +590,18 @@ def _conclusion(tests: Mapping[str, Comparison], reference: int) -> str:
     if answer == DIFFERENT:
         return (
             f"Your rows differ from the trusted ones (p = {p:.2g}): a race measures whether "
-            f"selecting pays. {sizes} Rows of another task or style differ as rows with wrong "
-            "words do: look at the rows of lowest value."
+            f"selecting pays. {beyond or _LOOK} {sizes} Rows of another task or style differ as "
+            "rows with wrong words do."
         )
     if answer == UNCLEAR:
         enough = fewest_reference(LEVEL / len(tests))
-        more = "give more trusted rows"
-        if reference < enough:
-            more = f"judge them again with {2 * enough} or more trusted rows"
+        more = f"{2 * enough} or more" if reference < enough else "more"
         return (
-            f"Your rows may differ from the trusted ones, which are too few to tell (p = {p:.2g}): "
-            f"a race measures whether selecting pays. {sizes} Beside {reference} trusted rows, "
-            f"{share:.0%} of your rows may be of another kind without being noticed: look at the "
-            f"rows of lowest value and of highest loss, and {more} (--validation_file; half of "
-            "them are for the walk)."
+            f"Your rows may differ from the trusted ones (p = {p:.2g}, above {LEVEL:.0%}; "
+            f"{reference} reference rows are too few to be sure): a race measures whether "
+            f"selecting pays. {beyond or _LOOK} {sizes} The test may miss {share:.0%} of rows of "
+            f"another kind; with {more} trusted rows (--validation_file), of which the walk takes "
+            "half, it misses fewer."
         )
     ends = tests["value"].difference
     return (
@@ -524,17 +637,22 @@ def _tests_table(records: Records, tests: Mapping[str, Comparison]) -> Table:
     )
 
 
-def _doubts_of_walk(trusted: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence where the loss of the reference rises along the walk, which taught it nothing."""
+def doubts_of_walk(trusted: Sequence[Mapping[str, Any]], rate: float | None) -> str:
+    """A sentence where the loss of the reference rises along the walk, which taught it nothing.
+
+    >>> doubts_of_walk([{"value": 0.1}], None)
+    ''
+    """
     mean = float(np.mean([one["value"] for one in trusted]))
     if mean > 0:
-        return []
-    return [
-        f"The loss of the {len(trusted)} reference rows rose along the walk (mean value "
-        f"{mean:+.3f} nats): it did not teach what trusted rows have in common, so compare values "
-        "with each other, not with 0, and look at the losses too. A lower --walk_learning_rate, "
-        "fewer --walk_steps or more trusted rows may help."
-    ]
+        return ""
+    lower = (WALK_RATE if rate is None else rate) / 3
+    return (
+        f"The loss of the reference rows rose along the walk (mean value {mean:+.3f} nats), so it "
+        "taught little that trusted rows have in common: compare values with each other, not with "
+        f"0, go by the losses, and try shorter steps (--walk_learning_rate {lower:.1g}) or more "
+        "trusted rows."
+    )
 
 
 def _ends(records: Sequence[Mapping[str, Any]], count: int) -> dict[str, list[int]]:
@@ -571,7 +689,7 @@ def _ends_table(
         "Rows of lowest and of highest mean walk value, and of highest mean loss",
         shown,
         "negative: share of the tokens whose loss rises along the walk. rank by loss: 1 is the "
-        "row of highest mean loss.",
+        "row of highest mean loss. data-rows.csv, beside diagnosis.json, has every row.",
     )
 
 

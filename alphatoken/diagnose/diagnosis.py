@@ -163,6 +163,7 @@ class Diagnosis:
         notes: what was sampled or left out, and warnings.
         settings: what the numbers depend on.
         next_command: what to run next, or "".
+        next_time: how long that takes here, by what this took; "" where it is not known.
         mark: one of ``MARKS``, or "".
         lists: title -> rows in colours, by ``value_page.row_list``; shown before all figures.
     """
@@ -175,6 +176,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     next_command: str = ""
+    next_time: str = ""
     mark: str = ""
     lists: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -339,7 +341,8 @@ def _next_html(diagnosis: Diagnosis, anchor: str) -> str:
     command = escape(diagnosis.next_command)
     if not command:
         return ""
-    return f'<p id="{anchor}">Next:</p><code class="command">{command}</code>'
+    takes = f" ({escape(diagnosis.next_time)} here)" if diagnosis.next_time else ""
+    return f'<p id="{anchor}">Next{takes}:</p><code class="command">{command}</code>'
 
 
 def _table_html(table: Table, question: str) -> str:

@@ -381,6 +381,7 @@ def conclude(
     notes: Iterable[str] = (),
     settings: Mapping[str, Any] | None = None,
     next_command: str = "",
+    next_time: str = "",
     mark: str = "",
     lists: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Diagnosis:
@@ -396,6 +397,7 @@ def conclude(
         notes: what else was sampled or left out, and warnings.
         settings: of the diagnostic, beside those of the subject.
         next_command: what to run next, or "".
+        next_time: how long that takes here, or "".
         mark: "good", "doubtful" or "bad", where the answer is one of these.
         lists: title -> rows in colours.
 
@@ -412,6 +414,7 @@ def conclude(
         (*_about(subject, valued), *notes),
         {**subject.settings(), **(settings or {})},
         next_command,
+        next_time,
         mark,
         lists or {},
     )

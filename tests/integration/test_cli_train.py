@@ -190,6 +190,20 @@ def test_rows_that_a_policy_does_not_read_are_said_to_be_drawn(tmp_path: Path) -
     assert len(whole.train_dataset) == 20
 
 
+def test_a_run_that_reads_no_held_out_row_trains_on_fewer_rows_too(tmp_path: Path) -> None:
+    """The number may be a recipe's, for policies that value tokens."""
+    file = str(jsonl(tmp_path / "train.jsonl", rows(9)))
+    words = ("--train_file", file, "--validation_rows", "9", "--fisher_prompts", "0")
+    data = load("sft", tmp_path, *words, "--policy", "standard")
+    assert len(data.train_dataset) == 9
+    assert (
+        "No row is held out, since this run reads none and 9 rows are too few to hold out 9."
+        in data.notes
+    )
+    with pytest.raises(ConfigError, match="validation rows cannot be drawn"):
+        load("sft", tmp_path, *words, "--policy", "top")
+
+
 @pytest.mark.parametrize(
     ("name", "words", "cause"),
     [

@@ -587,6 +587,17 @@ def test_the_command_stops_and_goes_on(place: Path, capsys: pytest.CaptureFixtur
     assert not list((place / "stopped").glob("checkpoint-*"))
 
 
+def test_a_column_that_an_arm_leaves_rows_out_by_is_read(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{**row, "source": "web" if n % 3 else "book", "id": n} for n, row in
+            enumerate(tiny.sums(24))]  # fmt: skip
+    marked = words(place, "marked", "--looks", "2", "--stop_after_looks")
+    marked[marked.index("--train_file") + 1] = str(jsonl(place / "marked.jsonl", rows))
+    assert main(["race", *marked, "--arms", "without:source=web"]) == 0
+    assert "not read: id\n" in capsys.readouterr().err
+
+
 def test_the_command_on_pairs_and_what_it_refuses(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -288,6 +288,8 @@ LEFT_OUT = claim(
     examples=1,
 )
 UNCLEAR = claim(verdicts.test_too_few_trusted_rows_to_tell_is_an_answer_too, examples=1)
+BEYOND = claim(verdicts.test_rows_that_no_reference_row_reaches_are_named, examples=1)
+RACE_TIME = claim(verdicts.test_the_time_of_a_race_is_that_of_its_rows, examples=1)
 VERDICT = claim(
     verdicts.test_the_verdict_follows_the_p_value_and_names_the_next_command, examples=1
 )
@@ -339,6 +341,12 @@ VERDICTS = (
     row("verdict-turned", VERDICT,
         "rows that differ are said to look alike",
         ("diagnose.data.verdict", "together(tests) <= LEVEL", "together(tests) > LEVEL")),
+    row("rows-beyond-one-reference-row", BEYOND,
+        "rows that some reference row exceeds are said to be beyond all of them",
+        ("diagnose.data.rows_beyond", "trusted.max()", "trusted.min()")),
+    row("race-time-without-its-losers", RACE_TIME,
+        "the arms that leave a race cost nothing in the time that is said before it",
+        ("diagnose.data.race_passes", "2 * look * size", "0 * look * size")),
     row("interval-that-leaves-0-out-not-read", UNCLEAR,
         "rows are said to look alike where the trusted ones are too few to tell",
         ("diagnose.data.verdict", "if apart or unseen", "if unseen")),

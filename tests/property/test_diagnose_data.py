@@ -389,15 +389,52 @@ def test_the_race_that_is_named_has_rows_to_choose_by(trusted: int) -> None:
 
 
 def test_a_walk_that_teaches_the_trusted_rows_nothing_is_said() -> None:
-    """The note stands where the mean value of the reference is not above 0, and nowhere else."""
+    """It is said where the mean value of the reference is not above 0, and nowhere else."""
     rows = drawn_rows([(2, 5)] * 16, seed=4)
     found = data.diagnose(subject(train=rows, validation=drawn_rows([(2, 5)] * 16, seed=9)))
     mean = float(np.mean([one["value"] for one in table_of(found)[TRUSTED]]))
-    told = [note for note in found.notes if "rose along the walk" in note]
-    assert bool(told) == (mean <= 0)
+    assert ("rose along the walk" in found.conclusion) == (mean <= 0)
     records = [{"value": -0.5}, {"value": 0.4}]
-    assert "(mean value -0.050 nats)" in data._doubts_of_walk(records)[0]
-    assert data._doubts_of_walk([{"value": 0.1}]) == []
+    for rate, lower in ((None, "2e-05"), (3e-4, "0.0001")):
+        said = data.doubts_of_walk(records, rate)
+        assert "(mean value -0.050 nats)" in said
+        assert f"(--walk_learning_rate {lower})" in said
+    assert data.doubts_of_walk([{"value": 0.1}], None) == ""
+
+
+def test_rows_that_no_reference_row_reaches_are_named() -> None:
+    """Three of the losses, one of the values; the outermost first.
+
+    Proves: rows beyond the reference (exact), against planted rows.
+    """
+
+    def record(number: int, loss: float, value: float) -> dict[str, Any]:
+        return {"place": f"line {number}", "loss": loss, "value": value}
+
+    own = [record(1, 2.5, 0.0), record(2, 1.0, -3.0), record(3, 9.0, 0.1), record(4, 2.0, -1.0)]
+    own.append(record(5, 3.0, 0.2))
+    trusted = [record(1, 2.0, -1.0), record(2, 0.5, 0.5)]
+    assert data.rows_beyond({JUDGED: own, TRUSTED: trusted}) == (
+        "3 of 5 have a higher loss than every reference row (line 3, line 5, line 1), and 1 has a "
+        "lower walk value (line 2): read these first (of rows of one source 1.7 would on average)."
+    )
+    assert data.rows_beyond({JUDGED: trusted, TRUSTED: own}) == ""
+
+
+def test_the_time_of_a_race_is_that_of_its_rows() -> None:
+    """By hand: 60 rows, 3 epochs of 8 are 24 steps, the only look is at step 20.
+
+    Proves: rows that a race trains on (exact), against its steps counted one by one.
+    """
+    steps, look, size = 24, 20, 8
+    counted = sum(size for _ in range(steps))  # the winner
+    counted += sum(size + size + 1 for _ in range(look))  # two that leave
+    forwards = sum(size / 3 for _ in range(steps))
+    assert data.race_passes(60, size, 0) == pytest.approx(counted + forwards)
+    assert data.race_passes(60, size, 24) == pytest.approx(counted + forwards + 24 * size)
+    rows = drawn_rows([(2, 5)] * 12, seed=4)
+    # Two batches of 8 and 4 rows: six rows a step.
+    assert data.seconds_of_pass(144.0, 24, rows, rows, 8) == pytest.approx(1.0)
 
 
 @given(st.integers(8, 2000), st.sampled_from((1, 2, 6, 8, 32)))
@@ -454,12 +491,12 @@ def test_too_few_trusted_rows_to_tell_is_an_answer_too() -> None:
         groups = {JUDGED: records(*own), TRUSTED: records(*trusted)}
         tests = {name: data.compare(groups, name, seed=0) for name in data.MEASURES}
         assert data.verdict(tests, len(trusted)) == answer
-        said = data._conclusion(tests, len(trusted))
+        said = data._conclusion(tests, len(trusted), "")
         assert ("a race measures" in said) == (answer != data.ALIKE)
-        assert ("too few to tell" in said) == (answer == data.UNCLEAR)
-        told = "with 26 or more trusted rows (--validation_file; half" in said
+        assert ("too few to be sure" in said) == (answer == data.UNCLEAR)
+        told = "with 26 or more trusted rows (--validation_file)" in said
         assert told == (answer == data.UNCLEAR and len(trusted) < 13)
-        assert ("give more trusted rows" in said) == (answer == data.UNCLEAR and not told)
+        assert ("with more trusted rows" in said) == (answer == data.UNCLEAR and not told)
         assert ("train on everything" in said) == (answer == data.ALIKE)
     assert data.unseen_share(13, 0.025) <= data.MOST_UNSEEN < data.unseen_share(12, 0.025)
 
