@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from alphatoken.errors import ConfigError, refuse_unknown
 from alphatoken.model.choice import DEFAULT_LAYERS, ParameterChoice, read_layers
-from alphatoken.presets import PRESETS, WALK_RATE, preset_options, written_options
+from alphatoken.presets import (
+    PRESETS,
+    WALK_RATE,
+    preset_options,
+    refuse_preset,
+    written_options,
+)
 from alphatoken.presets import WALK as WALK
 from alphatoken.support.options import check_options, option, same_option, with_options_in_docstring
 
@@ -282,6 +288,7 @@ class ScorerConfig:
         return f"ScorerConfig({', '.join(changed)})"
 
     def __post_init__(self) -> None:
+        refuse_preset(self.estimator)
         check_options(self)
         if isinstance(self.preconditioner, str) and self.preconditioner not in _NAMED:
             raise ConfigError(

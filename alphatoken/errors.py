@@ -183,6 +183,7 @@ def refuse_unknown(
     names: Iterable[str],
     allowed: Iterable[str],
     renamed: Mapping[str, str] | None = None,
+    listing: str = "",
 ) -> None:
     """Raise for the first of the names that is not allowed.
 
@@ -192,6 +193,7 @@ def refuse_unknown(
         names: as they were written.
         allowed: all that there are.
         renamed: names of earlier versions, by what they are called today, if this owner has that.
+        listing: where those that there are stand, or another remedy; by default help(owner).
 
     Raises:
         ConfigError: names it, and those that it may stand for.
@@ -211,7 +213,7 @@ def refuse_unknown(
             if today in there
             else f"did you mean {' or '.join(close)}?"
             if close
-            else f"leave it out; help({owner}) lists those that there are",
+            else f"leave it out; {listing or f'help({owner}) lists those that there are'}",
         )
 
 

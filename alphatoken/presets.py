@@ -54,6 +54,22 @@ PRESETS: Mapping[str, Preset] = {
 their numbers from here."""
 
 
+def refuse_preset(estimator: Any) -> None:
+    """Refuse a preset's name where an estimator is named.
+
+    Raises:
+        ConfigError: says how the preset is had.
+    """
+    if estimator in PRESETS.keys() - {WALK}:
+        own = PRESETS[estimator].options["estimator"]
+        raise ConfigError(
+            f"'{estimator}' is a preset, and no estimator",
+            got=f"estimator={estimator!r}",
+            why=f"it sets the estimator {own!r} and what that one values",
+            remedy=f"ScorerConfig.{estimator}(), or --value {estimator}",
+        )
+
+
 def preset_options(name: str, more: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a preset, overridden by those in ``more``.
 

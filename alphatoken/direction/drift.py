@@ -150,7 +150,8 @@ class FisherDrift:
                 f"{len(self.names)}, such as '{self.names[0]}'",
                 why="their retention would silently count as zero",
                 remedy="fit it for at least these (`alphatoken fisher` with --layers and "
-                "--parameters, fit_fisher with layers= and parameters=), or value fewer",
+                "--parameters, fit_fisher with layers= and parameters=; for exact values 'all' as "
+                "parameters), or value fewer",
             )
         for name, shape in shapes.items():
             if tuple(shape) != tuple(self.shapes[name]):

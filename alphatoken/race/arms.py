@@ -139,7 +139,8 @@ def _named(name: str, options: Mapping[str, Any]) -> Arm:
     without = _without(options.pop(WITHOUT, None))
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError("an arm's name has letters, digits and . _ + - in it", got=repr(name))
-    refuse_unknown(f"the arm '{name}'", "option", options, _OPTIONS, {})
+    of_policy = f"of a policy of your own: {name}:policy=...,policy_options={{...}}"
+    refuse_unknown(f"the arm '{name}'", "option", options, _OPTIONS, {}, of_policy)
     if without is not None:
         options.setdefault("policy", "standard")
     if name == ALL and (options != PACKAGED[ALL] or without is not None):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 from alphatoken.config import WALK, ScorerConfig
 from alphatoken.errors import ConfigError, refuse_unknown
+from alphatoken.presets import refuse_preset
 from alphatoken.support.options import check_options
 from alphatoken.train.fields import AlphaFields
 from alphatoken.train.policies import (
@@ -56,6 +57,7 @@ class AlphaOptions(AlphaFields):
     def check_alpha(self) -> None:
         """Check every option; called by the configurations after their own checks."""
         self._read_null()
+        refuse_preset(self.estimator)
         self._resolve_policy()
         check_options(self, AlphaFields)
         raise_first(contradictions(self))

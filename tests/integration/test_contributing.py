@@ -143,6 +143,12 @@ def test_a_printed_file_keeps_the_rules_of_style(name: str) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+def test_the_printed_property_names_oracles_alone() -> None:
+    """As ``test_every_oracle_is_named_by_a_test_that_stands_on_it`` demands of each property."""
+    (proves,) = re.findall(r'Proves: .*?\."""', printed("tests/property/test_path_heads.py"))
+    assert not re.findall("``", proves)  # it stands on the certificate
+
+
 # --- an adapter ----------------------------------------------------------------------------------
 
 

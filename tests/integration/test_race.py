@@ -612,6 +612,7 @@ def test_the_command_on_pairs_and_what_it_refuses(
     assert "nats a pair" in capsys.readouterr().out
     for more, message in (
         (["--arms", "rndom"], "did you mean random"),
+        (["--arms", "narrow:policy=random,zzz=0.4"], "narrow:policy=...,policy_options={...}"),
         (["--choosing_file", "none.jsonl"], "choosing_file does not exist"),
         (["--choosing_file", str(place / "choosing.jsonl"), "--choosing_rows", "4"],
          "--choosing_rows has no effect"),

@@ -71,6 +71,13 @@ def test_the_walk_is_24_steps_at_its_rate(setup: Setup) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["exact", "paper"])
+def test_a_preset_that_is_named_as_an_estimator_is_refused_by_its_own_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}' is a preset.*ScorerConfig\.{name}\(\)"):
+        ScorerConfig(name)
+    ScorerConfig("walk")  # is both
+
+
 def test_numbers_stand_where_people_read_them() -> None:
     for name, options in EXPLICIT.items():
         found = {option: getattr(getattr(ScorerConfig, name)(), option) for option in options}
