@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ _FORMS = 4
 _FILES = 20
 # Rows that are named of those that are left out for one reason.
 _PLACES = 3
+# The place of a row of one file.
+_LINE = re.compile(r"(.*, |)line (\d+)")
 
 
 def add_place(places: list[str], place: str) -> None:
@@ -30,9 +33,16 @@ def said_places(places: Sequence[str], count: int) -> str:
     """Places of the first of so many rows, in brackets; "" where none is known.
 
     >>> said_places(["a.jsonl, line 3"], 1), said_places(["line 1", "line 2", "line 5"], 7)
-    (' (a.jsonl, line 3)', ' (line 1, line 2, line 5, ...)')
+    (' (a.jsonl, line 3)', ' (lines 1, 2, 5, ...)')
+    >>> said_places(["a.jsonl, line 9", "a.jsonl, line 2"], 2)
+    ' (a.jsonl, lines 9, 2)'
     """
-    named = ", ".join([*places[:_PLACES], *["..."] * (count > min(len(places), _PLACES))])
+    shown = list(places[:_PLACES])
+    lines = [match for place in shown if (match := _LINE.fullmatch(place))]
+    if len(lines) == len(shown) > 1 and len({match[1] for match in lines}) == 1:
+        file, first = lines[0].groups()
+        shown = [f"{file}lines {first}", *(match[2] for match in lines[1:])]
+    named = ", ".join([*shown, *["..."] * (count > len(shown))])
     return f" ({named})" if places else ""
 
 

@@ -367,7 +367,7 @@ def test_rows_that_a_race_looks_at_are_kept_out_of_all_others(
     assert prompts(data["train_dataset"]) == [f"ask {n}\n" for n in range(2, 8)]
     assert prompts(data["validation_dataset"]) == [f"ask {n}\n" for n in (8, 9, 11)]
     assert prompts(data["retention_dataset"]) == ["ask 61\n", "ask 62\n"]
-    places = ("train.jsonl, line 1, train.jsonl, line 2", "validation.jsonl, line 3")
+    places = ("train.jsonl, lines 1, 2", "validation.jsonl, line 3")
     assert f"2 training rows repeat a {one} or its prompt and were removed ({places[0]})." in said
     assert f"1 validation row repeats a {one} or its prompt and was removed ({places[1]})" in said
     assert f"1 retention row repeats a {one} or its prompt and was removed (retention_data" in said

@@ -360,7 +360,7 @@ def test_leaks_are_found_after_normalising_and_removed() -> None:
     assert pools.counts["removed_same_as_fisher"] == 1
     assert pools.counts["fisher_removed_same_as_validation"] == 1
     assert about_pools(pools.counts, places=pools.places) == [
-        "2 training rows repeat a validation row or prompt and were removed (line 1, line 4).",
+        "2 training rows repeat a validation row or prompt and were removed (lines 1, 4).",
         "1 training row repeats a retention row or a prompt of the Fisher and was removed "
         "(line 3).",
         "1 retention row repeats a validation row or prompt and was removed (line 2).",

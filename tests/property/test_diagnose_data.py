@@ -415,7 +415,7 @@ def test_rows_that_no_reference_row_reaches_are_named() -> None:
     own.append(record(5, 3.0, 0.2))
     trusted = [record(1, 2.0, -1.0), record(2, 0.5, 0.5)]
     assert data.rows_beyond({JUDGED: own, TRUSTED: trusted}) == (
-        "3 of 5 have a higher loss than every reference row (line 3, line 5, line 1), and 1 has a "
+        "3 of 5 have a higher loss than every reference row (lines 3, 5, 1), and 1 has a "
         "lower walk value (line 2): read these first (of rows of one source 1.7 would on average)."
     )
     assert data.rows_beyond({JUDGED: trusted, TRUSTED: own}) == ""
