@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from alphatoken.errors import ConfigError
-from alphatoken.support.options import check_options, option
+from alphatoken.support.options import check_options, option, with_options_in_docstring
 
 
+@with_options_in_docstring
 @dataclass
 class RaceConfig:
     """Arms, looks, and what becomes of the winner.

@@ -134,7 +134,10 @@ T = TypeVar("T")
 
 def with_options_in_docstring(kind: type[T]) -> type[T]:
     """The dataclass, with the help of each of its options among its docstring's attributes."""
-    lines = [f"    {one.name}: {one.metadata['help']}." for one in fields(kind)]  # type: ignore[arg-type]
+    lines = [
+        f"    {one.name}: {one.metadata['help'].removesuffix('.')}."
+        for one in fields(kind)  # type: ignore[arg-type]
+    ]
     kind.__doc__ = "\n\n".join([cleandoc(kind.__doc__ or ""), "\n".join(["Attributes:", *lines])])
     return kind
 

@@ -59,7 +59,7 @@ measured by, and that a policy with a loss of its own replaces."""
 
 @dataclass
 class AlphaDPOConfig(AlphaOptions, PairFields, DPOConfig):
-    """TRL's ``DPOConfig``, the fields of ``AlphaOptions``, and limits of prompt and response."""
+    """TRL's ``DPOConfig``, the fields of ``AlphaFields``, and limits of prompt and response."""
 
     FAMILY: ClassVar[str] = "preference"
 

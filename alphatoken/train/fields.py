@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from alphatoken.config import ScorerConfig, ValueOptions
-from alphatoken.support.options import option, same_option
+from alphatoken.support.options import option, same_option, with_options_in_docstring
 
 
+@with_options_in_docstring
 @dataclass
 class AlphaFields(ValueOptions):
     """Fields that the trainers' configurations add. The defaults are the paper's but one.
@@ -22,9 +23,8 @@ class AlphaFields(ValueOptions):
     documentation warns: the share of the rows that is only watched (``held_out_share``) shows when
     the batch is being learnt by heart. The packaged laptop recipes draw from a pool.
 
-    Each field's metadata hold its ``help``, which ``alphatoken sft --help`` shows. The options of
-    the values are those of ``ScorerConfig``. ``docs/options.md`` shows all as tables,
-    ``docs/paper-gaps.md`` their places in the paper.
+    The options of the values are those of ``ScorerConfig``. ``docs/paper-gaps.md`` has their places
+    in the paper.
     """
 
     policy: str = option(

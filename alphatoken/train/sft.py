@@ -39,7 +39,7 @@ _COMPARED, _APART = 64, 0.8
 
 @dataclass
 class AlphaSFTConfig(AlphaOptions, SFTConfig):
-    """TRL's ``SFTConfig`` and the fields of ``AlphaOptions``."""
+    """TRL's ``SFTConfig`` and the fields of ``AlphaFields``, which says what each is."""
 
     def __post_init__(self) -> None:
         """TRL's checks, then ours."""
