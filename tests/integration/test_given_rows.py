@@ -517,7 +517,7 @@ def test_training_rows_that_repeat_validation_rows_are_counted(tmp_path: Path) -
     assert len(left) == 22
     with warnings.catch_warnings():
         warnings.simplefilter("error", AlphaTokenWarning)
-        sft(tmp_path, left, leaked)
+        sft(tmp_path, left, leaked, validation_mode="pool")
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -533,7 +533,7 @@ def test_training_rows_that_repeat_evaluation_rows_are_counted(
         sft(tmp_path, SUMS, HELD, eval_dataset=made if several else made["new"])
     with warnings.catch_warnings():
         warnings.simplefilter("error", AlphaTokenWarning)
-        sft(tmp_path, SUMS, HELD, eval_dataset=made["old"])
+        sft(tmp_path, SUMS, HELD, eval_dataset=made["old"], validation_mode="pool")
 
 
 @pytest.mark.parametrize(
