@@ -149,11 +149,13 @@ class Weigher:
     ) -> list[MicroBatchPlan]:
         """Plans with the kept tokens over those of the loss, of the whole step."""
         ranks, counts, columns = self._trainer_loss.ranks, list[Tensor | None](), []
+        counted = list[Tensor | None]()
         for batch, plan in zip(batches, plans, strict=True):
             before = self._policy_batch(batch, plan.values)
             count = self.policy.kept_tokens(before) if plan.weights is None else plan.weights.sum()
             # A micro-batch that keeps all trains on tokens without a value too, as TRL does.
             full = count is not None and float(count) == float(batch.mask.sum())
+            counted.append(count if self.policy.static and plan.weights is None else None)
             counts.append(batch.loss_mask.sum() if self.policy.keeps_all(full) else count)
             columns.append(before.columns)
         kept = [count.cpu().double() for count in counts if count is not None]
@@ -161,8 +163,8 @@ class Weigher:
         uncounted = ranks.any(len(kept) < len(counts))
         share = None if uncounted else self._kept_share(torch.stack(kept).sum(), batches)
         return [
-            replace(plan, kept_share=share, columns=of_pass)
-            for plan, of_pass in zip(plans, columns, strict=True)
+            replace(plan, kept_share=share, counted=own, columns=of_pass)
+            for plan, own, of_pass in zip(plans, counted, columns, strict=True)
         ]
 
     def _kept_share(self, kept: Tensor, batches: Sequence[MicroBatch]) -> float | None:
@@ -191,6 +193,24 @@ class Weigher:
             )
 
         refuse(bad, raise_error)
+
+    def _refuse_other_weights(self, weights: Tensor, counted: Tensor) -> None:
+        """Refuse weights of a static policy whose sum is not what was ``counted`` before."""
+        policy = self.policy
+        own, before = weights.float(), counted.to(weights.device).float()
+        # Of log-probabilities of fewer digits than the zeros in their place before the forward.
+        digits = max(1e-4, 4 * torch.finfo(weights.dtype).eps) if weights.is_floating_point() else 0
+
+        def raise_error() -> None:
+            raise ConfigError(
+                f"policy '{policy.name}' is static, and its weights depend on the forward",
+                got=f"a sum of {float(before):g} before the forward, {float(own.sum()):g} after it",
+                why="the loss of the step is divided by the first, before which log-probabilities "
+                "are 0",
+                remedy="static = False, or a rule of columns, labels and mask alone",
+            )
+
+        refuse((own.sum() - before).abs() > digits * own.abs().sum(), raise_error)
 
     @property
     def _divisor(self) -> str:
@@ -236,6 +256,8 @@ class Weigher:
             weights = policy.weights(policy_batch) if planned is None else planned.to(leaf.dtype)
         if values is None:
             self._records.monitor.scoring(time.perf_counter() - started)
+        if plan.counted is not None:
+            self._refuse_other_weights(weights, plan.counted)
         own_loss = policy.loss(policy_batch, leaf, weights)
         self._check_own_loss(own_loss, proxy)
         factor: float | Tensor = 1.0

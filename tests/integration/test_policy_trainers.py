@@ -361,6 +361,15 @@ class Against(TokenPolicy):
         return -batch.mask.float()
 
 
+class NotStatic(examples.EvenIds):
+    """Reads the forward, and says that it does not."""
+
+    name = "not-static"
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        return (batch.log_probs > batch.log_probs[batch.mask].mean()).float() * batch.mask
+
+
 def streamed() -> IterableDataset:
     return sft_rows(48).to_iterable_dataset()
 
@@ -432,6 +441,10 @@ def streamed() -> IterableDataset:
         (
             lambda d: sft(d, examples.EvenIds, policy_mode="budget"),
             "'even-ids' has no rule for policy_mode='budget'",
+        ),
+        (
+            lambda d: sft(d, NotStatic).train(),
+            "'not-static' is static.*depend on the forward.*Got: a sum of .* before",
         ),
         (lambda d: sft(d, Against).train(), "weights of step 0 cannot divide its loss"),
         (lambda d: sft(d, Tensor), "not a policy"),

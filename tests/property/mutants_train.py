@@ -536,6 +536,9 @@ TURNS = claim(
     st.booleans(),
     examples=100,
 )
+NOT_STATIC = claim(
+    test_own_weights.test_weights_that_the_forward_decides_are_not_static, needs=NEEDS, tested=True
+)
 SUMS = claim(
     test_own_weights.test_a_sum_that_is_not_positive_divides_nothing, [1.0, -1.0], examples=1,
     needs=NEEDS,
@@ -599,6 +602,10 @@ OWN_WEIGHTS = (
         ("train.row_weights.PairWeightsCollator.__call__",
          "batch[ROW_WEIGHTS_KEY] = laid",
          "laid[len(rows):] = 1\n    batch[ROW_WEIGHTS_KEY] = laid")),
+    row("static-policy-not-held-to-it", NOT_STATIC,
+        "the loss is divided by the sum of other weights than it has",
+        ("train.weigher.Weigher._refuse_other_weights",
+         "(own.sum() - before).abs()", "(before - before)")),
     row("negative-sum-divides", SUMS,
         "a step whose weights sum to 0 or less divides by them",
         ("train.weigher.Weigher._kept_share", "if self.policy.signed:", "if False:"),
