@@ -30,7 +30,12 @@ from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.batch import label_mask
 from alphatoken.model.forward import evaluation_mode
-from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
+from alphatoken.model.protocol import (
+    AttentionCall,
+    NativeAttention,
+    attention_overridden,
+    find_adapter,
+)
 from alphatoken.support.devices import Refusals, deferred_refusals, refuse, settle
 from alphatoken.support.precision import float16_named
 from alphatoken.support.seeds import seed_of
@@ -416,7 +421,7 @@ class Weigher:
 
         with (
             adapter.pause_checkpointing([adapter.layers()[last]]),
-            adapter.override_attention(adapter.attention_modules(last), record),
+            attention_overridden(adapter, adapter.attention_modules(last), record),
         ):
             yield attention
         if not attention:
