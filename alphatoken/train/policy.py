@@ -180,6 +180,10 @@ ATTRIBUTES = {
 """Attributes of a policy's class that have one of a few values."""
 
 
+LARGEST_WEIGHT = 1e15
+"""Its square is 1e30, which leaves eight digits of float32 for squares and sums of gradients."""
+
+
 class Columns(Protocol):
     """Numbers of every response token of the training rows, found again in any batch."""
 
@@ -427,19 +431,20 @@ class TokenPolicy:
 
         Raises:
             ConfigError: weights of another shape.
-            NumericalError: a weight of a response token that is not finite, or negative where
-                weights are not ``signed``.
+            NumericalError: a weight of a response token that is not finite or of a size above
+                ``LARGEST_WEIGHT``, or negative where weights are not ``signed``.
         """
         method = "native_weights" if self.settings.mode == "native" else "budget_weights"
         weights = self._by_token(getattr(self, method)(batch), batch, method)
         # ``where`` and not a product: what stands off the response may be NaN, and 0 NaN is NaN.
         weights = torch.where(batch.mask, weights, torch.zeros_like(weights))
-        allowed = torch.isfinite(weights)
+        allowed = weights.abs() <= LARGEST_WEIGHT  # a NaN is not
         refuse_first(
             ~(allowed if self.signed else allowed & (weights >= 0)),
             weights,
             f"policy '{self.name}' gives a weight that is no weight",
-            why="a NaN or a negative weight would train the model away from the token",
+            why="a NaN or a negative weight would train the model away from the token, and a "
+            f"gradient of one above {LARGEST_WEIGHT:g} has no norm in float32",
             remedy="look at its scores, and at the loss of that token",
         )
         return weights

@@ -396,7 +396,7 @@ class Weigher:
         return PolicyBatch(
             inputs=batch.inputs,
             labels=batch.labels,
-            mask=mask,
+            mask=mask.clone(),  # a rule may write into it, and records read the other
             rank_groups=batch.rank_groups,
             columns={name: column.to(mask.device) for name, column in columns.items()},
             values=totals if needs.values else None,

@@ -283,7 +283,7 @@ def test_every_option_of_a_policy_is_compared() -> None:
     assert own(made)["power"] == 5.0
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.5])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.5, 1e16, 1e300])
 def test_weights_must_be_weights(bad: float) -> None:
     class Bad(TokenPolicy):
         name = "bad"
