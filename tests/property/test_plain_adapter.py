@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from alphatoken import Scorer
+from alphatoken import Scorer, ScorerConfig
 from alphatoken.errors import ConfigError, ModelError
 from alphatoken.model.protocol import AttentionOverride, DecoderAdapter, find_adapter
 from tests.property.decoder import ReferenceAdapter
@@ -113,3 +115,30 @@ def test_an_adapter_of_another_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="adapter is of another model"):
         Scorer(first, token_rows(1, rows=2), adapter=find_adapter(second))
     Scorer(first, token_rows(1, rows=2), adapter=find_adapter(first))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda found: [*found, found[0]], "names a weight twice"),
+        (lambda found: [replace(found[0], name="nowhere")], "that is not its module's"),
+        (lambda found: [replace(found[0], name=found[1].name)], "that is not its module's"),
+    ],
+)
+def test_linears_that_are_not_what_they_say_are_refused(change: Any, said: str) -> None:
+    model = llama()
+    adapter = find_adapter(model)
+    found = adapter.scored_linears([0])
+    adapter.scored_linears = lambda layers: change(found)  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=rf"scored_linears\(\) of .*{said}"):
+        Scorer(model, token_rows(1, rows=2), config=ScorerConfig("path"), adapter=adapter)
+
+
+def test_an_adapter_without_blocks_or_a_class_is_refused() -> None:
+    model = llama()
+    with pytest.raises(ConfigError, match=r"adapter is a class.*PlainAdapter\(model\)"):
+        Scorer(model, token_rows(1, rows=2), adapter=PlainAdapter)  # type: ignore[arg-type]
+    adapter = find_adapter(model)
+    adapter.layers = list  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"layers\(\) of .* gives no blocks"):
+        Scorer(model, token_rows(1, rows=2), adapter=adapter)
