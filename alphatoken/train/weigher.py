@@ -42,7 +42,7 @@ from alphatoken.support.seeds import seed_of
 from alphatoken.train.distributed import global_selection, layout
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.log_prob_proxy import LogProbProxy, by_token, require_finite
-from alphatoken.train.policy import Columns, PolicyBatch, TokenPolicy
+from alphatoken.train.policy import Columns, PolicyBatch, TokenPolicy, own_methods
 from alphatoken.train.records import RunRecords
 from alphatoken.train.trainer_loss import (
     MicroBatch,
@@ -160,7 +160,9 @@ class Weigher:
             count = self.policy.kept_tokens(before) if plan.weights is None else plan.weights.sum()
             # A micro-batch that keeps all trains on tokens without a value too, as TRL does.
             full = count is not None and float(count) == float(batch.mask.sum())
-            counted.append(count if self.policy.static and plan.weights is None else None)
+            # A count of the policy's own is its own affair.
+            held = self.policy.static and not own_methods(self.policy, "kept_tokens")
+            counted.append(count if held and plan.weights is None else None)
             counts.append(batch.loss_mask.sum() if self.policy.keeps_all(full) else count)
             columns.append(before.columns)
         kept = [count.cpu().double() for count in counts if count is not None]
