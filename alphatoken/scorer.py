@@ -150,6 +150,12 @@ class Scorer:
                 got=f"{type(model).__name__}: {str(model)[:80]!r}",
                 remedy="AutoModelForCausalLM.from_pretrained(NAME)",
             )
+        if isinstance(adapter, type):
+            raise ConfigError(
+                "the adapter is a class",
+                got=adapter.__name__,
+                remedy=f"an object of it: adapter={adapter.__name__}(model)",
+            )
         if adapter is not None and not any(one is adapter.model for one in model.modules()):
             raise ConfigError(
                 "the adapter is of another model",

@@ -19,7 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from alphatoken.direction.inputs import ScorerArguments
 from alphatoken.model.forward import evaluation_mode, kept_frequencies
-from alphatoken.model.protocol import DecoderAdapter, DeltaNets, find_adapter, is_users_own
+from alphatoken.model.protocol import (
+    DecoderAdapter,
+    DeltaNets,
+    attention_overridden,
+    find_adapter,
+    is_users_own,
+)
 from alphatoken.oracle import composite, readouts, scope
 from alphatoken.oracle.gradients import batch_mask
 from alphatoken.support.progress import Tracker
@@ -374,8 +380,14 @@ class Expected:
                 self.scope,
                 self._shape,
                 split=split,
-                override=self._override(self.adapter.attention_modules, "override_attention"),
-                deltas=self._override(self.adapter.delta_nets, "override_delta_nets")
+                override=partial(
+                    attention_overridden,
+                    self.adapter,
+                    self._at_or_above(self.adapter.attention_modules),
+                ),
+                deltas=partial(
+                    self.adapter.override_delta_nets, self._at_or_above(self.adapter.delta_nets)
+                )
                 if isinstance(self.adapter, DeltaNets)
                 else None,
             ) as second:
@@ -465,18 +477,16 @@ class Expected:
             errors[index] = error
         return errors
 
-    def _override(self, modules_of: Any, name: str) -> Any:
-        """Sends the calls of every block that a scored weight lies at or below through others."""
+    def _at_or_above(self, modules_of: Any) -> list[Any]:
+        """These modules of every block that a scored weight lies at or below."""
         scored = {id(p) for p in self.scope.parameters.values()}
         first = next(
             index
             for index, block in enumerate(self.scope.blocks)
             if any(id(p) in scored for p in block.parameters())
         )
-        modules = [
-            module for layer in range(first, len(self.scope.blocks)) for module in modules_of(layer)
-        ]
-        return partial(getattr(self.adapter, name), modules)
+        layers = range(first, len(self.scope.blocks))
+        return [module for layer in layers for module in modules_of(layer)]
 
     def _by_token(self, entry: Entry) -> Entry:
         """Columns by position to values of the next token; 0 off the response."""

@@ -202,10 +202,21 @@ def _diagnosed(options: DiagnoseOptions, entry: Entry, own: Any, subject: Subjec
 
 
 def _one_round(entry: Entry, options: Any, subject: Subject) -> Diagnosis:
-    """A diagnosis of these sizes; it does not depend on what ran before it."""
+    """A diagnosis of these sizes; it does not depend on what ran before it.
+
+    Raises:
+        ConfigError: it has the name of another diagnostic.
+    """
     torch.manual_seed(subject.seed)
     with collected_warnings() as warned:
         diagnosis: Diagnosis = entry.load().diagnose(subject, options)
+    if diagnosis.name != entry.name:
+        raise ConfigError(
+            "a diagnostic gave a result under the name of another one",
+            got=f"'{diagnosis.name}' from '{entry.name}', in {entry.load().__name__}",
+            why="folder and page are those of the name",
+            remedy=f"conclude({entry.name!r}, ...) in that file",
+        )
     more = [sentence for sentence in warned if sentence not in diagnosis.notes]
     return replace(diagnosis, notes=(*diagnosis.notes, *more))
 

@@ -34,7 +34,12 @@ from alphatoken.errors import DataError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.batch import LabelledBatch
 from alphatoken.model.forward import evaluation_mode
-from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
+from alphatoken.model.protocol import (
+    AttentionCall,
+    DecoderAdapter,
+    NativeAttention,
+    attention_overridden,
+)
 from alphatoken.model.scope import resolve_layers
 from alphatoken.support.storage import read_tensors, write_tensors
 
@@ -97,7 +102,7 @@ def attention_calls(
 
     with ExitStack() as stack:
         stack.enter_context(adapter.pause_checkpointing(adapter.layers()[min(layers) :]))
-        stack.enter_context(adapter.override_attention(list(owners), record))
+        stack.enter_context(attention_overridden(adapter, list(owners), record))
         stack.enter_context(evaluation_mode(adapter.model))
         stack.enter_context(torch.no_grad())
         adapter.forward(batch.inputs)

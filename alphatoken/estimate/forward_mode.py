@@ -35,7 +35,12 @@ from alphatoken.model.forward import (
     start_at,
 )
 from alphatoken.model.head import HeadUse
-from alphatoken.model.protocol import AttentionCall, DecoderAdapter, NativeAttention
+from alphatoken.model.protocol import (
+    AttentionCall,
+    DecoderAdapter,
+    NativeAttention,
+    attention_overridden,
+)
 from alphatoken.model.scope import mixtures_of
 from alphatoken.support.precision import wide
 
@@ -288,7 +293,7 @@ def _dual_losses(
     with (
         _ONE_AT_A_TIME,
         evaluation_mode(adapter.model),  # dropout off: the loss as a function of the weights alone
-        adapter.override_attention(modules, _attention),
+        attention_overridden(adapter, modules, _attention),
         nullcontext() if experts is None else experts(mixtures, _as_it_is),
         forward_ad.dual_level(),
         _Rules(),

@@ -38,6 +38,7 @@ from alphatoken.model.protocol import (
     NativeDelta,
     ScoredExperts,
     ScoredLinear,
+    attention_overridden,
 )
 from alphatoken.model.scope import Scope
 from alphatoken.model.sharding import Sharding
@@ -419,7 +420,7 @@ def record(
             # through their attention on the way down.
             layers = range(scope.first, len(blocks))
             modules = [module for layer in layers for module in adapter.attention_modules(layer)]
-            stack.enter_context(adapter.override_attention(modules, recorder.on_attention))
+            stack.enter_context(attention_overridden(adapter, modules, recorder.on_attention))
             if isinstance(adapter, DeltaNets):
                 nets = [net for layer in layers for net in adapter.delta_nets(layer)]
                 stack.enter_context(

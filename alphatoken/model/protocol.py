@@ -505,6 +505,43 @@ def adapter_remedy(adapter: DecoderAdapter) -> str:
 
 
 @contextmanager
+def attention_overridden(
+    adapter: DecoderAdapter, modules: Sequence[nn.Module], override: AttentionOverride
+) -> Iterator[None]:
+    """``override_attention`` of the adapter; a user's own one is held to end with the context.
+
+    Left on the model, it would have each later gradient go through ``override``, the one that
+    ``verify`` compares with too.
+
+    Raises:
+        ModelError: at a call of the attention after the context, which still goes through it.
+    """
+    if not is_users_own(adapter):
+        with adapter.override_attention(modules, override):
+            yield
+        return
+    over = False
+
+    def within(call: AttentionCall, native: NativeAttention) -> Tensor:
+        if not over:
+            return override(call, native)
+        raise ModelError(
+            f"override_attention() of your adapter {type(adapter).__name__} leaves its override on "
+            "the model",
+            got=f"a call of {type(call.module).__name__} after the context had ended",
+            why="values, gradients and training after it would not be those of the model",
+            remedy="put the model's own kernel back in a 'finally' after the 'yield'; this model "
+            "has to be loaded anew",
+        )
+
+    try:
+        with adapter.override_attention(modules, within):
+            yield
+    finally:
+        over = True
+
+
+@contextmanager
 def adapter_named(adapter: DecoderAdapter) -> Iterator[None]:
     """Context in which a proof that fails names the user's own adapter first, as likely wrong."""
     try:

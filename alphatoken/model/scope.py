@@ -17,7 +17,13 @@ from alphatoken.model.protocol import DecoderAdapter, DeltaNets, ScoredExperts, 
 
 def resolve_layers(adapter: DecoderAdapter, layers: int | str | Sequence[int]) -> tuple[int, ...]:
     """Indices of the scored decoder layers of this model, as ``layers_within`` gives them."""
-    return layers_within(layers, len(adapter.layers()))
+    if depth := len(adapter.layers()):
+        return layers_within(layers, depth)
+    raise ConfigError(
+        f"layers() of {type(adapter).__name__} gives no blocks",
+        got="an empty list",
+        remedy="all decoder blocks, first to last",
+    )
 
 
 @dataclass(frozen=True)
@@ -80,8 +86,32 @@ def find_scope(
     return replace(scope, first=first, named=named)
 
 
+def _check_linears(adapter: DecoderAdapter, linears: Sequence[ScoredLinear]) -> None:
+    """Refuse scored linears of an adapter that are not what they say.
+
+    Raises:
+        ConfigError: a name that is not that of the module's weight, or a module that comes twice.
+    """
+    named = dict(adapter.model.named_parameters(remove_duplicate=False))
+    seen = set[int]()
+    for linear in linears:
+        own, weight = named.get(linear.weight_name), linear.weight
+        twice = id(linear.module) in seen
+        seen.add(id(linear.module))
+        if own is weight and not twice:
+            continue
+        raise ConfigError(
+            f"scored_linears() of {type(adapter).__name__} names a weight "
+            + ("twice" if twice else "that is not its module's"),
+            got=f"name {linear.name!r}, a {type(linear.module).__name__} in layer {linear.layer}",
+            why="each weight counts once, under the name that the optimizer has it by",
+            remedy="each linear once, with its key in model.named_modules()",
+        )
+
+
 def _scope_of_linears(adapter: DecoderAdapter, chosen: tuple[int, ...], *, experts: bool) -> Scope:
     linears = tuple(adapter.scored_linears(chosen))
+    _check_linears(adapter, linears)
     uncovered = adapter.uncovered(chosen)
     if experts:
         tensors = _scored_experts(adapter, chosen, uncovered)

@@ -68,6 +68,9 @@ class Limits:
         return " and ".join(words)
 
 
+FLAG_WORDS = ("append", "either", "group", "metavar", "required")
+"""Beside ``help``, all that a command line reads of a field, see ``alphatoken.cli.program``."""
+
 _UNBOUNDED = (None, math.inf, -math.inf)
 
 # Not in the fields' metadata, which TrlParser and HfArgumentParser hand to argparse as they are.
@@ -100,8 +103,17 @@ def option(
         optional: None is allowed; left out, where it is the default.
         within: the values in words.
         why: what goes wrong outside.
-        **flag: how its flag is written on a command line, see ``alphatoken.cli.program``.
+        **flag: of ``FLAG_WORDS``, how its flag is written on a command line.
+
+    Raises:
+        TypeError: another word, which nothing would read.
     """
+    if unread := sorted(flag.keys() - {*FLAG_WORDS}):
+        limits = "choices, at_least, above, below, optional, within, why"
+        raise TypeError(
+            f"option() does not take {', '.join(unread)}; beside default and help it takes "
+            f"{limits}, and of a flag {', '.join(FLAG_WORDS)}"
+        )
     metadata = {"help": help, **flag}
     made: Any
     if isinstance(default, list):

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
 
@@ -178,6 +180,10 @@ ATTRIBUTES = {
 """Attributes of a policy's class that have one of a few values."""
 
 
+LARGEST_WEIGHT = 1e15
+"""Its square is 1e30, which leaves eight digits of float32 for squares and sums of gradients."""
+
+
 class Columns(Protocol):
     """Numbers of every response token of the training rows, found again in any batch."""
 
@@ -238,6 +244,13 @@ class TokenPolicy:
     source: ClassVar[str] = ""
 
     _settings: PolicySettings | None = None
+    _options: Mapping[str, Any] = {}
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Have a constructor of its own note its options."""
+        super().__init_subclass__(**arguments)
+        if "__init__" in vars(cls):
+            cls.__init__ = _noting_options(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
         self._settings = settings
@@ -252,12 +265,10 @@ class TokenPolicy:
         self._settings = self._settings or settings
 
     def arguments(self) -> dict[str, Any]:
-        """Class, attributes that are data, and settings; a resumed run must have the same."""
-        plain = (bool, int, float, str, tuple, list, dict, type(None), Tensor, np.ndarray)
-        named = {k: v for k, v in vars(self).items() if k[0] != "_"}
-        # In an order of their own, which is another one in each process.
-        sets = {k: sorted(v, key=str) for k, v in named.items() if isinstance(v, (set, frozenset))}
-        own = {k: sets.get(k, v) for k, v in named.items() if k in sets or isinstance(v, plain)}
+        """Class, options and attributes that are data, and settings; a resumed run has the same."""
+        public = {k: v for k, v in vars(self).items() if k[0] != "_"}
+        # An option may be kept under another name, a private one too.
+        own = {**_plain(self._options), **_plain(public)}
         kind = type(self).__qualname__
         return {"class": kind, "own": own, "settings": asdict(self.settings)}
 
@@ -420,19 +431,20 @@ class TokenPolicy:
 
         Raises:
             ConfigError: weights of another shape.
-            NumericalError: a weight of a response token that is not finite, or negative where
-                weights are not ``signed``.
+            NumericalError: a weight of a response token that is not finite or of a size above
+                ``LARGEST_WEIGHT``, or negative where weights are not ``signed``.
         """
         method = "native_weights" if self.settings.mode == "native" else "budget_weights"
         weights = self._by_token(getattr(self, method)(batch), batch, method)
         # ``where`` and not a product: what stands off the response may be NaN, and 0 NaN is NaN.
         weights = torch.where(batch.mask, weights, torch.zeros_like(weights))
-        allowed = torch.isfinite(weights)
+        allowed = weights.abs() <= LARGEST_WEIGHT  # a NaN is not
         refuse_first(
             ~(allowed if self.signed else allowed & (weights >= 0)),
             weights,
             f"policy '{self.name}' gives a weight that is no weight",
-            why="a NaN or a negative weight would train the model away from the token",
+            why="a NaN or a negative weight would train the model away from the token, and a "
+            f"gradient of one above {LARGEST_WEIGHT:g} has no norm in float32",
             remedy="look at its scores, and at the loss of that token",
         )
         return weights
@@ -481,6 +493,34 @@ class TokenPolicy:
             batch: chosen rows, then rejected ones.
         """
         return None
+
+
+def _plain(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are data; sets in an order of their own, which is another in each process."""
+    plain = (bool, int, float, str, tuple, list, dict, type(None), Tensor, np.ndarray)
+    sets = {k: sorted(v, key=str) for k, v in named.items() if isinstance(v, (set, frozenset))}
+    return {k: sets.get(k, v) for k, v in named.items() if k in sets or isinstance(v, plain)}
+
+
+def _noting_options(constructor: Callable[..., None]) -> Callable[..., None]:
+    """The constructor, after which the policy knows the options that it was made with."""
+    parameters = signature(constructor)
+
+    @wraps(constructor)
+    def made(self: TokenPolicy, *args: Any, **options: Any) -> None:
+        constructor(self, *args, **options)
+        given = parameters.bind(self, *args, **options)
+        given.apply_defaults()
+        _, *others = given.arguments.items()
+        noted: dict[str, Any] = {}
+        for name, value in others:
+            further = parameters.parameters[name].kind is Parameter.VAR_KEYWORD
+            noted.update(value if further else {name: value})
+        noted.pop("settings", None)  # compared as those that it goes by
+        # In place of what the base's constructor noted, which followed from these.
+        self._options = noted
+
+    return made
 
 
 def response_tokens(row: Mapping[str, Any]) -> int:

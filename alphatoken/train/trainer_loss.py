@@ -45,6 +45,7 @@ class MicroBatchPlan:
     Attributes:
         index: number of this micro-batch within its optimizer step.
         kept_share: kept tokens over those of the loss, of the whole step, where they divide it.
+        counted: kept tokens of this micro-batch by a static policy, where they were counted.
         weights: (b, t), where a threshold over the whole step decided them; None otherwise.
         values: that the weights came from; None where this process has no response in it.
         extra: inputs that valuing added, such as the reference's log-probabilities.
@@ -53,6 +54,7 @@ class MicroBatchPlan:
 
     index: int
     kept_share: float | None = None
+    counted: Tensor | None = None
     weights: Tensor | None = None
     values: TokenValues | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -30,14 +30,19 @@ from alphatoken.errors import ConfigError, NumericalError, UnsupportedError
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.batch import label_mask
 from alphatoken.model.forward import evaluation_mode
-from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
+from alphatoken.model.protocol import (
+    AttentionCall,
+    NativeAttention,
+    attention_overridden,
+    find_adapter,
+)
 from alphatoken.support.devices import Refusals, deferred_refusals, refuse, settle
 from alphatoken.support.precision import float16_named
 from alphatoken.support.seeds import seed_of
 from alphatoken.train.distributed import global_selection, layout
 from alphatoken.train.interface import TrainerInterface
 from alphatoken.train.log_prob_proxy import LogProbProxy, by_token, require_finite
-from alphatoken.train.policy import Columns, PolicyBatch, TokenPolicy
+from alphatoken.train.policy import Columns, PolicyBatch, TokenPolicy, own_methods
 from alphatoken.train.records import RunRecords
 from alphatoken.train.trainer_loss import (
     MicroBatch,
@@ -149,11 +154,15 @@ class Weigher:
     ) -> list[MicroBatchPlan]:
         """Plans with the kept tokens over those of the loss, of the whole step."""
         ranks, counts, columns = self._trainer_loss.ranks, list[Tensor | None](), []
+        counted = list[Tensor | None]()
         for batch, plan in zip(batches, plans, strict=True):
             before = self._policy_batch(batch, plan.values)
             count = self.policy.kept_tokens(before) if plan.weights is None else plan.weights.sum()
             # A micro-batch that keeps all trains on tokens without a value too, as TRL does.
             full = count is not None and float(count) == float(batch.mask.sum())
+            # A count of the policy's own is its own affair.
+            held = self.policy.static and not own_methods(self.policy, "kept_tokens")
+            counted.append(count if held and plan.weights is None else None)
             counts.append(batch.loss_mask.sum() if self.policy.keeps_all(full) else count)
             columns.append(before.columns)
         kept = [count.cpu().double() for count in counts if count is not None]
@@ -161,8 +170,8 @@ class Weigher:
         uncounted = ranks.any(len(kept) < len(counts))
         share = None if uncounted else self._kept_share(torch.stack(kept).sum(), batches)
         return [
-            replace(plan, kept_share=share, columns=of_pass)
-            for plan, of_pass in zip(plans, columns, strict=True)
+            replace(plan, kept_share=share, counted=own, columns=of_pass)
+            for plan, own, of_pass in zip(plans, counted, columns, strict=True)
         ]
 
     def _kept_share(self, kept: Tensor, batches: Sequence[MicroBatch]) -> float | None:
@@ -191,6 +200,24 @@ class Weigher:
             )
 
         refuse(bad, raise_error)
+
+    def _refuse_other_weights(self, weights: Tensor, counted: Tensor) -> None:
+        """Refuse weights of a static policy whose sum is not what was ``counted`` before."""
+        policy = self.policy
+        own, before = weights.float(), counted.to(weights.device).float()
+        # Of log-probabilities of fewer digits than the zeros in their place before the forward.
+        digits = max(1e-4, 4 * torch.finfo(weights.dtype).eps) if weights.is_floating_point() else 0
+
+        def raise_error() -> None:
+            raise ConfigError(
+                f"policy '{policy.name}' is static, and its weights depend on the forward",
+                got=f"a sum of {float(before):g} before the forward, {float(own.sum()):g} after it",
+                why="the loss of the step is divided by the first, before which log-probabilities "
+                "are 0",
+                remedy="static = False, or a rule of columns, labels and mask alone",
+            )
+
+        refuse((own.sum() - before).abs() > digits * own.abs().sum(), raise_error)
 
     @property
     def _divisor(self) -> str:
@@ -236,6 +263,8 @@ class Weigher:
             weights = policy.weights(policy_batch) if planned is None else planned.to(leaf.dtype)
         if values is None:
             self._records.monitor.scoring(time.perf_counter() - started)
+        if plan.counted is not None:
+            self._refuse_other_weights(weights, plan.counted)
         own_loss = policy.loss(policy_batch, leaf, weights)
         self._check_own_loss(own_loss, proxy)
         factor: float | Tensor = 1.0
@@ -369,7 +398,7 @@ class Weigher:
         return PolicyBatch(
             inputs=batch.inputs,
             labels=batch.labels,
-            mask=mask,
+            mask=mask.clone(),  # a rule may write into it, and records read the other
             rank_groups=batch.rank_groups,
             columns={name: column.to(mask.device) for name, column in columns.items()},
             values=totals if needs.values else None,
@@ -394,7 +423,7 @@ class Weigher:
 
         with (
             adapter.pause_checkpointing([adapter.layers()[last]]),
-            adapter.override_attention(adapter.attention_modules(last), record),
+            attention_overridden(adapter, adapter.attention_modules(last), record),
         ):
             yield attention
         if not attention:

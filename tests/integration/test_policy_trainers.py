@@ -17,7 +17,7 @@ from torch import Tensor
 from trl import SFTTrainer
 
 from alphatoken.cli.arguments import read_arguments
-from alphatoken.errors import AlphaTokenError, ConfigError
+from alphatoken.errors import AlphaTokenError, AlphaTokenWarning, ConfigError
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train import (
     AlphaDPOConfig,
@@ -361,6 +361,33 @@ class Against(TokenPolicy):
         return -batch.mask.float()
 
 
+class NotStatic(examples.EvenIds):
+    """Reads the forward, and says that it does not."""
+
+    name = "not-static"
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        return (batch.log_probs > batch.log_probs[batch.mask].mean()).float() * batch.mask
+
+
+class WritesMask(examples.UnknownAhead):
+    """Writes into what it is handed."""
+
+    name = "writes-mask"
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        batch.mask.zero_()
+        return torch.ones_like(batch.log_probs)
+
+
+def test_a_rule_that_writes_into_the_mask_is_recorded(tmp_path: Path) -> None:
+    """Of the response tokens it has kept none."""
+    trainer = sft(tmp_path, WritesMask, max_steps=1, logging_steps=1)
+    with pytest.warns(AlphaTokenWarning, match="learned nothing"):
+        trainer.train()
+    assert logged(trainer, "kept_share") == [0.0]
+
+
 def streamed() -> IterableDataset:
     return sft_rows(48).to_iterable_dataset()
 
@@ -433,6 +460,10 @@ def streamed() -> IterableDataset:
             lambda d: sft(d, examples.EvenIds, policy_mode="budget"),
             "'even-ids' has no rule for policy_mode='budget'",
         ),
+        (
+            lambda d: sft(d, NotStatic).train(),
+            "'not-static' is static.*depend on the forward.*Got: a sum of .* before",
+        ),
         (lambda d: sft(d, Against).train(), "weights of step 0 cannot divide its loss"),
         (lambda d: sft(d, Tensor), "not a policy"),
         (lambda d: sft(d, 3), "not a policy"),
@@ -450,6 +481,7 @@ def test_bad_input(tmp_path: Path, make: Any, match: str) -> None:
 @pytest.mark.parametrize(
     ("slip", "said"),
     [
+        ({"needs": ["values"]}, "needs of policy 'surprising' must be a Needs"),
         ({"scope": "sequences"}, "scope of policy 'surprising'.*sequence"),
         ({"denominator": "keep"}, "denominator.*kept"),
         ({"published_loss": "mse"}, "published_loss.*cross_entropy"),

@@ -48,6 +48,10 @@ REGISTRY = claim(
 DECODING = claim(test_adapters.test_decoding_is_the_forward, "gpt2", 4, examples=1)
 MIXERS = claim(test_adapters.test_layers_without_softmax_are_named, "direct", examples=1)
 LIMIT = claim(test_adapters.test_rows_beyond_the_limit_are_refused, "llama", examples=1)
+LEAVES = claim(
+    test_plain_adapter.test_an_override_that_stays_on_the_model_is_refused,
+    estimator="alphatoken", setup=setups(transposed=False, layers=2), examples=1,
+)  # fmt: skip
 
 
 def defaults(**pins: object) -> Claim:
@@ -97,6 +101,9 @@ ADAPTERS = (
         "an adapter's default leaves a trainable matrix out, and nothing says so",
         ("model.protocol.DecoderAdapter.uncovered",
          "id(parameter) in inside - covered", "id(parameter) in covered - inside")),
+    row("override-left-on-the-model", LEAVES,
+        "an adapter's override stays, and later gradients go through it without a word",
+        ("model.protocol.attention_overridden", "over = True", "over = None")),
     row("attention-scale-not-passed-on", call("gemma3", query_pre_attn_scalar=9),
         "the call's scale is 1 / sqrt(d) whatever the model says",
         ("model.dispatch._translated", "float(scale) if scale is not None else query", "query")),

@@ -45,6 +45,7 @@ OWN_RULE = claim(
     test_policies.test_kept_tokens_are_the_sum_of_the_weights_or_unknown, "weights", "native",
     examples=1, tested=True,
 )  # fmt: skip
+OPTIONS = claim(test_policies.test_every_option_of_a_policy_is_compared, examples=1, tested=True)
 OWN_SHARE = claim(
     test_policies.test_a_policy_reads_the_ratio_where_its_weights_follow_it,
     test_policies.OwnShare, "native", examples=1, tested=True,
@@ -409,7 +410,10 @@ RULES = (
          '(collator, getattr(collator, "__dict__", {}))', "collator")),
     row("policies-of-other-tables", TABLES,
         "a run goes on with a policy whose tables are others",
-        ("train.policy.TokenPolicy.arguments", ", Tensor, np.ndarray)", ")")),
+        ("train.policy._plain", ", Tensor, np.ndarray)", ")")),
+    row("private-options-not-compared", OPTIONS,
+        "a run goes on with a policy that was made with another option, kept under a private name",
+        ("train.policy.TokenPolicy.arguments", "**_plain(self._options), ", "")),
     row("validation-pairs-by-the-trained-losss-lengths", LENGTH,
         "the reference's side of validation pairs is discounted by ld_alpha, the policy's is not",
         ("train.dpo.AlphaDPOTrainer._plain_sums",
@@ -532,6 +536,9 @@ TURNS = claim(
     st.booleans(),
     examples=100,
 )
+NOT_STATIC = claim(
+    test_own_weights.test_weights_that_the_forward_decides_are_not_static, needs=NEEDS, tested=True
+)
 SUMS = claim(
     test_own_weights.test_a_sum_that_is_not_positive_divides_nothing, [1.0, -1.0], examples=1,
     needs=NEEDS,
@@ -595,6 +602,10 @@ OWN_WEIGHTS = (
         ("train.row_weights.PairWeightsCollator.__call__",
          "batch[ROW_WEIGHTS_KEY] = laid",
          "laid[len(rows):] = 1\n    batch[ROW_WEIGHTS_KEY] = laid")),
+    row("static-policy-not-held-to-it", NOT_STATIC,
+        "the loss is divided by the sum of other weights than it has",
+        ("train.weigher.Weigher._refuse_other_weights",
+         "(own.sum() - before).abs()", "(before - before)")),
     row("negative-sum-divides", SUMS,
         "a step whose weights sum to 0 or less divides by them",
         ("train.weigher.Weigher._kept_share", "if self.policy.signed:", "if False:"),

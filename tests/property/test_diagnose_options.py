@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from alphatoken.cli.diagnose_run import _one_round
 from alphatoken.config import ScorerConfig
-from alphatoken.diagnose import DIAGNOSTICS, find
+from alphatoken.diagnose import DIAGNOSTICS, Entry, find
 from alphatoken.errors import AlphaTokenError, ConfigError, DataError, InputError
 from alphatoken.support.options import limits_of
 from tests.property.test_diagnose_heatmap import tiny_subject
@@ -93,3 +95,12 @@ def test_what_a_diagnostic_cannot_do_without_is_refused(
     module = find(name).load()
     with pytest.raises(error, match=cause):
         module.diagnose(tiny_subject(**changes), module.Options(**options))
+
+
+def test_a_diagnosis_has_the_name_of_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a diagnostic whose last line still has the other's name says where."""
+    given = SimpleNamespace(name="heatmap", notes=())
+    module = SimpleNamespace(diagnose=lambda subject, options: given, __name__="copied")
+    monkeypatch.setattr(Entry, "load", lambda self: module)
+    with pytest.raises(ConfigError, match=r"'heatmap' from 'drift', in copied.*conclude\('drift'"):
+        _one_round(find("drift"), None, tiny_subject())

@@ -22,7 +22,7 @@ from alphatoken.estimate.token_values import DirectCausal
 from alphatoken.model.batch import read_batch
 from alphatoken.model.batch_slice import LENGTH, ROWS
 from alphatoken.oracle import gradients, influence, utility
-from alphatoken.support.options import check_options
+from alphatoken.support.options import check_options, option
 from tests.property.decoder import ReferenceAdapter, ReferenceDecoder
 from tests.property.profiles import budget
 from tests.property.setups import (
@@ -381,6 +381,14 @@ def test_a_tuple_is_no_value_of_an_option(options: dict[str, Any]) -> None:
     check_options(SimpleNamespace(**values), ScorerConfig)
     with pytest.raises(ConfigError, match=f"{name} must be"):  # types are no help outside of tests
         check_options(SimpleNamespace(**{**values, **options}), ScorerConfig)
+
+
+@pytest.mark.parametrize("slip", ["low", "mininum", "at_most", "requird"])
+def test_a_word_of_an_option_that_nothing_reads_is_refused(slip: str) -> None:
+    """A range by another name would be no range."""
+    option(4, "how many", at_least=2, group="sizes", metavar="N")
+    with pytest.raises(TypeError, match=f"does not take {slip};.*at_least.*group"):
+        option(4, "how many", **{slip: 2})
 
 
 def test_wrong_step_weights_are_refused_before_the_direction_is_built() -> None:

@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import Tensor
 from alphatoken.data import Row, Turn, encode_row
 from alphatoken.data.weights import joined, parted, turn_weights, whole_labels
 from alphatoken.errors import DataError, InputError, NumericalError
+from alphatoken.train.policy import PolicyBatch, TokenPolicy
 from tests.property.profiles import budget
 from tests.property.reference_step import RunConfig
 from tests.property.setups import refusal
@@ -333,6 +334,36 @@ def test_a_step_of_pairs_is_the_weighted_sum(divisor: str, kept: str) -> None:
     gradient, scale = dpo_gradient(start, fixed, divisor, 0.3, cut)
     assert float(gradient.abs().max()) > 1e-4
     close(moved(trainer.model, start), gradient, scale + FLOOR, STEP, name="a step of pairs")
+
+
+class Surprising(TokenPolicy):
+    """Weights that the forward decides, of a policy that is divided by their sum."""
+
+    name = "surprising"
+    denominator = "kept"
+
+    def native_weights(self, batch: PolicyBatch) -> Tensor:
+        return (1 - batch.log_probs.exp()) * batch.mask
+
+
+class NotStatic(Surprising):
+    """Says that they are known before it."""
+
+    name = "not-static"
+    static = True
+
+
+def test_weights_that_the_forward_decides_are_not_static() -> None:
+    """The divisor of a step is the sum of other weights otherwise.
+
+    Proves: divisor of a static policy (exact), against the weights of the training forward.
+    """
+    pytest.importorskip("trl", reason="trl is not installed")
+    for kind, said in ((Surprising, None), (NotStatic, "'not-static' is static")):
+        more = {"policy": f"{__name__}:{kind.__name__}", "policy_options": None}
+        rows = [{name: row[name] for name in ("input_ids", "labels")} for row in sft_rows()]
+        error = refusal(partial(trained, "sft", made_model(RunConfig(seed=1)), rows, **more))
+        assert (error is None) if said is None else (said in str(error))
 
 
 @given(st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0]), min_size=2, max_size=4))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +234,56 @@ def test_a_policy_reads_the_ratio_where_its_weights_follow_it(
     assert kind(PolicySettings(mode)).reads_ratio == (float(few) < float(many))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.5])
+class Private(TokenPolicy):
+    """Keeps its options under names of its own."""
+
+    name = "private"
+
+    def __init__(
+        self, settings: PolicySettings | None = None, power: float = 2.0, *, ratio: float = 0.5
+    ) -> None:
+        super().__init__(settings)
+        self._power, self.native_ratio = power, ratio
+
+
+class Louder(Private):
+    """Hands the rest to its base, and one that it makes of its own."""
+
+    name = "louder"
+
+    def __init__(self, loud: bool = False, **base: Any) -> None:
+        super().__init__(None, 9.0 if loud else 2.0, **base)
+
+
+class Quiet(Louder):
+    """Has no constructor."""
+
+    name = "quiet"
+
+
+def test_every_option_of_a_policy_is_compared() -> None:
+    """Under whatever name it is kept; defaults are written out.
+
+    Proves: arguments of a policy (exact), against the options that it was made with.
+    """
+
+    def own(made: TokenPolicy) -> dict[str, Any]:
+        found: dict[str, Any] = made.arguments()["own"]
+        return found
+
+    assert own(Private(None, 3.0)) == {"power": 3.0, "ratio": 0.5, "native_ratio": 0.5}
+    assert own(Private()) == own(policy(Private, BUDGET)) == own(Private(power=2.0))
+    assert own(policy(Private, ratio=0.25))["ratio"] == 0.25
+    for kind in (Louder, Quiet):
+        assert own(kind(True, ratio=0.1)) == {"loud": True, "ratio": 0.1, "native_ratio": 0.1}
+        assert own(copy.deepcopy(kind(True))) == own(kind(True)) != own(kind())
+    assert list(signature(Louder).parameters) == ["loud", "base"]
+    made = Private()
+    made.power = 5.0  # type: ignore[attr-defined]  # what it is now goes before what was given
+    assert own(made)["power"] == 5.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.5, 1e16, 1e300])
 def test_weights_must_be_weights(bad: float) -> None:
     class Bad(TokenPolicy):
         name = "bad"

@@ -41,6 +41,7 @@ from alphatoken.train.policies.validation_mix import ValidationMix
 from alphatoken.train.policies.walk_rows import WalkRows
 from alphatoken.train.policy import (
     ATTRIBUTES,
+    Needs,
     PolicySettings,
     TokenPolicy,
     own_methods,
@@ -282,6 +283,7 @@ def unread_options(options: Mapping[str, Any], family: str) -> dict[str, Any]:
         arguments = read_policy_options(options.get("policy_options"))
         mode = PolicySettings(mode=options.get("policy_mode") or "native")
         made = policy(name, mode, **arguments)
+        _refuse_unfinished(made)
     except (ConfigError, TypeError):
         return {}  # what is wrong with it is said where it is chosen
     neutral = {**_ONLY_VALUES, **_unread_of_values(made)}
@@ -403,6 +405,12 @@ def _refuse_unfinished(chosen: TokenPolicy) -> None:
 
 def _refuse_attributes(chosen: TokenPolicy) -> None:
     """Refuse an attribute of another value or, by a slip of the pen, of another name."""
+    if not isinstance(chosen.needs, Needs):
+        raise ConfigError(
+            f"needs of policy '{chosen.name}' must be a Needs",
+            got=repr(chosen.needs),
+            remedy="needs = Needs(values=True), of alphatoken.train.policy",
+        )
     for name, values in ATTRIBUTES.items():
         require_choice(f"{name} of policy '{chosen.name}'", getattr(chosen, name), values)
     if own_methods(chosen, "weights"):

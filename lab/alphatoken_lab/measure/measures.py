@@ -131,7 +131,7 @@ class MeasureOptions:
     shots: list[str] | None = option(None, "examples before each question: NAME=N ...")
     task_path: str | None = option(None, "YAML files of local lm-eval tasks")
     task_limit: int | None = option(
-        None, "measure only the first N questions of each task or set", least=1
+        None, "measure only the first N questions of each task or set", at_least=1
     )
     task_chat: bool = option(False, "put lm-eval's prompts into the chat template")
     questions: list[str] | None = option(None, "sets of questions to answer: NAME=FILE ...")

@@ -16,7 +16,12 @@ from torch import Tensor
 from alphatoken.errors import ConfigError, InputError, ModelError, require_choice
 from alphatoken.model.attention import AttentionStatistics
 from alphatoken.model.batch import token_losses
-from alphatoken.model.protocol import AttentionCall, NativeAttention, find_adapter
+from alphatoken.model.protocol import (
+    AttentionCall,
+    NativeAttention,
+    attention_overridden,
+    find_adapter,
+)
 from alphatoken.model.scope import resolve_layers
 from alphatoken.train.policy import PolicySettings, PolicyStage
 from alphatoken_lab.methods.static import keep_best, measure_losses, static_pass
@@ -389,7 +394,7 @@ def received_attention(
         by_call.append(_received(call, real, heads, queries))
         return native(call.query, call.key, call.value)
 
-    with adapter.override_attention(modules, attend):
+    with attention_overridden(adapter, modules, attend):
         logits = adapter.forward(inputs)
     return logits, sum(by_call[1:], by_call[0]) / len(by_call)
 
