@@ -93,11 +93,11 @@ def _check_linears(adapter: DecoderAdapter, linears: Sequence[ScoredLinear]) -> 
         ConfigError: a name that is not that of the module's weight, or a module that comes twice.
     """
     named = dict(adapter.model.named_parameters(remove_duplicate=False))
-    seen = set[int]()
+    listed = set[int]()
     for linear in linears:
         own, weight = named.get(linear.weight_name), linear.weight
-        twice = id(linear.module) in seen
-        seen.add(id(linear.module))
+        twice = id(linear.module) in listed
+        listed.add(id(linear.module))
         if own is weight and not twice:
             continue
         raise ConfigError(

@@ -268,7 +268,7 @@ class TokenPolicy:
         """Class, options and attributes that are data, and settings; a resumed run has the same."""
         public = {k: v for k, v in vars(self).items() if k[0] != "_"}
         # An option may be kept under another name, a private one too.
-        own = {**_plain(self._options), **_plain(public)}
+        own = {**self._options, **_plain(public)}
         kind = type(self).__qualname__
         return {"class": kind, "own": own, "settings": asdict(self.settings)}
 
@@ -509,16 +509,16 @@ def _noting_options(constructor: Callable[..., None]) -> Callable[..., None]:
     @wraps(constructor)
     def made(self: TokenPolicy, *args: Any, **options: Any) -> None:
         constructor(self, *args, **options)
-        given = parameters.bind(self, *args, **options)
-        given.apply_defaults()
-        _, *others = given.arguments.items()
+        bound = parameters.bind(self, *args, **options)
+        bound.apply_defaults()
+        _, *others = bound.arguments.items()
         noted: dict[str, Any] = {}
         for name, value in others:
             further = parameters.parameters[name].kind is Parameter.VAR_KEYWORD
             noted.update(value if further else {name: value})
         noted.pop("settings", None)  # compared as those that it goes by
         # In place of what the base's constructor noted, which followed from these.
-        self._options = noted
+        self._options = _plain(noted)
 
     return made
 

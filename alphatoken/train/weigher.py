@@ -161,8 +161,8 @@ class Weigher:
             # A micro-batch that keeps all trains on tokens without a value too, as TRL does.
             full = count is not None and float(count) == float(batch.mask.sum())
             # A count of the policy's own is its own affair.
-            held = self.policy.static and not own_methods(self.policy, "kept_tokens")
-            counted.append(count if held and plan.weights is None else None)
+            compares = self.policy.static and not own_methods(self.policy, "kept_tokens")
+            counted.append(count if compares and plan.weights is None else None)
             counts.append(batch.loss_mask.sum() if self.policy.keeps_all(full) else count)
             columns.append(before.columns)
         kept = [count.cpu().double() for count in counts if count is not None]

@@ -413,7 +413,7 @@ RULES = (
         ("train.policy._plain", ", Tensor, np.ndarray)", ")")),
     row("private-options-not-compared", OPTIONS,
         "a run goes on with a policy that was made with another option, kept under a private name",
-        ("train.policy.TokenPolicy.arguments", "**_plain(self._options), ", "")),
+        ("train.policy.TokenPolicy.arguments", "**self._options, ", "")),
     row("validation-pairs-by-the-trained-losss-lengths", LENGTH,
         "the reference's side of validation pairs is discounted by ld_alpha, the policy's is not",
         ("train.dpo.AlphaDPOTrainer._plain_sums",
