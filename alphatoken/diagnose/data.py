@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from alphatoken.config import WALK, walk_words
+from alphatoken.config import WALK, ScorerConfig, walk_words
 from alphatoken.data import Example
 from alphatoken.data.encode import prompt_tokens
 from alphatoken.data.survey import said_places
@@ -123,18 +123,12 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         )
     every = Table.of("data-rows", "Each row", [one for own in records.values() for one in own])
     ends = _ends(records[JUDGED], options.ends)
+    doubts = doubts_of_walk(records[TRUSTED], config.walk_learning_rate)
+    command, takes = _next(subject, config, answer, walked, groups, seconds)
     return conclude(
         "data",
         subject,
-        " ".join(
-            filter(
-                None,
-                [
-                    _conclusion(tests, len(groups[TRUSTED]), rows_beyond(records)),
-                    doubts_of_walk(records[TRUSTED], config.walk_learning_rate),
-                ],
-            )
-        ),
+        f"{_conclusion(tests, len(groups[TRUSTED]), rows_beyond(records))} {doubts}".rstrip(),
         [_tests_table(records, tests), _ends_table(subject, groups[JUDGED], records[JUDGED], ends)],
         [_figure(every, name) for name in MEASURES],
         valued=groups[JUDGED],
@@ -146,24 +140,32 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
             "walk_learning_rate": config.walk_learning_rate,
             "level": LEVEL,
         },
-        next_command=next_command(
-            answer,
-            subject.words,
-            len(groups[JUDGED]),
-            len(walked) + len(groups[TRUSTED]),
-            subject.batch_size,
-            walk_words(config),
-            "" if subject.folder is None else _beside(subject.folder.parent),
-        ),
-        next_time=""
-        if answer == ALIKE or seconds is None or not subject.words
-        else time_in_words(
-            race_passes(len(groups[JUDGED]), batch, config.walk_steps or 0)
-            * seconds_of_pass(seconds, config.walk_steps or 1, walked, groups[JUDGED], batch)
-        ),
+        next_command=command,
+        next_time=takes,
         mark=GOOD if answer == ALIKE else DOUBTFUL,  # rows that differ need not be bad
         lists=_row_lists(subject, groups[JUDGED], scored[JUDGED], ends),
     )
+
+
+def _next(
+    subject: Subject,
+    config: ScorerConfig,
+    answer: str,
+    walked: Sequence[Example],
+    groups: Mapping[str, Sequence[Example]],
+    seconds: float | None,
+) -> tuple[str, str]:
+    """The next command, and how long a race takes here by the ``seconds`` of the walk."""
+    judged, batch, steps = groups[JUDGED], subject.batch_size, config.walk_steps
+    trusted = len(walked) + len(groups[TRUSTED])
+    beside = "" if subject.folder is None else _beside(subject.folder.parent)
+    command = next_command(
+        answer, subject.words, len(judged), trusted, batch, walk_words(config), beside
+    )
+    if answer == ALIKE or seconds is None or not command:
+        return command, ""
+    passes = race_passes(len(judged), batch, steps)
+    return command, time_in_words(passes * seconds_of_pass(seconds, steps, walked, judged, batch))
 
 
 def next_command(

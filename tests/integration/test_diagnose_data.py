@@ -163,6 +163,24 @@ def test_the_next_command_names_model_and_rows_as_they_were_named(
 
 
 @pytest.mark.slow
+def test_the_race_that_is_printed_runs(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its arms, batches and choosing rows, and the options of the walk that was taken."""
+    rows = [{**one, "response": "add add add add add"} for one in exchanges(24, seed=9)]
+    file = jsonl(tmp_path / "other.jsonl", rows)
+    assert world.diagnose(tmp_path / "out", train=file, walk_learning_rate="0.03") == 0
+    command = Diagnosis.load(tmp_path / "out" / "data").next_command
+    capsys.readouterr()
+    machine = ["--use_cpu", "--bf16", "false", "--report_to", "none", "--stop_after_looks"]
+    assert main([*shlex.split(command.removeprefix("alphatoken ")), *machine]) == 0
+    assert "race of 3 arms (all, walk-80, validation-mix): looks at step 20 of 36" in (
+        capsys.readouterr().err
+    )
+    assert (tmp_path / "out-race" / "race.html").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.pictures
 def test_the_page_in_a_browser(world: World, tmp_path: Path) -> None:
     """Rows are text on one scale; nothing is fetched; a narrow screen scrolls downwards alone."""
