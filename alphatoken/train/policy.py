@@ -430,12 +430,20 @@ class TokenPolicy:
         """(b, t), in the mode that was asked for, checked; 0 off the response.
 
         Raises:
-            ConfigError: weights of another shape.
+            ConfigError: weights of another shape, or a rule that writes into the batch's mask.
             NumericalError: a weight of a response token that is not finite or of a size above
                 ``LARGEST_WEIGHT``, or negative where weights are not ``signed``.
         """
         method = "native_weights" if self.settings.mode == "native" else "budget_weights"
+        version = batch.mask._version  # a number that is no launch, as a copy would be
         weights = self._by_token(getattr(self, method)(batch), batch, method)
+        if batch.mask._version != version:
+            raise ConfigError(
+                f"policy '{self.name}' writes into batch.mask",
+                got=f"{method}() changed it in place",
+                why="loss and records read the same mask",
+                remedy="mask = batch.mask.clone(), and write into that",
+            )
         # ``where`` and not a product: what stands off the response may be NaN, and 0 NaN is NaN.
         weights = torch.where(batch.mask, weights, torch.zeros_like(weights))
         allowed = weights.abs() <= LARGEST_WEIGHT  # a NaN is not

@@ -398,7 +398,7 @@ class Weigher:
         return PolicyBatch(
             inputs=batch.inputs,
             labels=batch.labels,
-            mask=mask.clone(),  # a rule may write into it, and records read the other
+            mask=mask,
             rank_groups=batch.rank_groups,
             columns={name: column.to(mask.device) for name, column in columns.items()},
             values=totals if needs.values else None,

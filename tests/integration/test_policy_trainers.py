@@ -17,7 +17,7 @@ from torch import Tensor
 from trl import SFTTrainer
 
 from alphatoken.cli.arguments import read_arguments
-from alphatoken.errors import AlphaTokenError, AlphaTokenWarning, ConfigError
+from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.model.protocol import find_adapter
 from alphatoken.train import (
     AlphaDPOConfig,
@@ -380,12 +380,10 @@ class WritesMask(examples.UnknownAhead):
         return torch.ones_like(batch.log_probs)
 
 
-def test_a_rule_that_writes_into_the_mask_is_recorded(tmp_path: Path) -> None:
-    """Of the response tokens it has kept none."""
-    trainer = sft(tmp_path, WritesMask, max_steps=1, logging_steps=1)
-    with pytest.warns(AlphaTokenWarning, match="learned nothing"):
-        trainer.train()
-    assert logged(trainer, "kept_share") == [0.0]
+def test_a_rule_that_writes_into_the_mask_is_refused(tmp_path: Path) -> None:
+    """The step's records would count no response token."""
+    with pytest.raises(ConfigError, match=r"writes-mask' writes into batch\.mask"):
+        sft(tmp_path, WritesMask, max_steps=1).train()
 
 
 def streamed() -> IterableDataset:
