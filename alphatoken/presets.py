@@ -60,7 +60,7 @@ def refuse_preset(estimator: Any) -> None:
     Raises:
         ConfigError: says how the preset is had.
     """
-    if estimator in PRESETS.keys() - {WALK}:
+    if isinstance(estimator, str) and estimator in PRESETS.keys() - {WALK}:
         own = PRESETS[estimator].options["estimator"]
         raise ConfigError(
             f"'{estimator}' is a preset, and no estimator",

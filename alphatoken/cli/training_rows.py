@@ -651,7 +651,8 @@ def _separate(
     item_of = {  # a pair makes its row anew each time
         id(row): item for name in rows for row, item in zip(rows[name], items[name], strict=True)
     }
-    if not _judges(arguments) and (count := (validation or 0) + (fisher or 0)) >= len(train):
+    judged = _judges(arguments)
+    if not judged and (count := (validation or 0) + (fisher or 0)) >= len(train):
         notes.append(
             f"No row is held out, since this run reads none and {counted(len(train), 'rows')} are "
             f"too few to hold out {count}."
@@ -673,7 +674,7 @@ def _separate(
     separate = {name: getattr(pools, name) for name in ("train", "validation", "fisher")}
     separate["retention"] = retention
     items_of = {name: [item_of[id(row)] for row in some] for name, some in separate.items()}
-    return items_of, notes + _pool_notes(pools, arguments)
+    return items_of, notes + _pool_notes(pools, arguments, judged=judged)
 
 
 def _judges(arguments: Arguments) -> bool:
@@ -683,8 +684,8 @@ def _judges(arguments: Arguments) -> bool:
     return bool(args.needs_values or (policy is not None and policy.needs.validation))
 
 
-def _pool_notes(pools: Pools, arguments: Arguments) -> list[str]:
-    args, counts, judged = arguments.training, pools.counts, _judges(arguments)
+def _pool_notes(pools: Pools, arguments: Arguments, *, judged: bool) -> list[str]:
+    args, counts = arguments.training, pools.counts
     untrusted = ": they are no cleaner than the others; --validation_file names rows that you trust"
     drawn = {
         "drawn_validation": ("rows", "validation", judged, untrusted, "--validation_rows 0"),

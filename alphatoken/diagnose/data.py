@@ -46,6 +46,7 @@ from alphatoken.diagnose.valuing import scorer_for, with_estimator
 from alphatoken.errors import ConfigError, DataError, counted, short
 from alphatoken.presets import WALK_RATE
 from alphatoken.score.meaning import Meaning
+from alphatoken.score.results import FEWEST_OF_VERDICT
 from alphatoken.score.run import score_rows
 from alphatoken.score.summary import end_places
 from alphatoken.score.value_page import row_list, shown_end
@@ -57,7 +58,7 @@ from alphatoken.support.options import option
 LEVEL = 0.05
 """Chance that rows which are exchangeable with the trusted ones are said to differ, at most."""
 
-FEWEST_TRUSTED = 8
+FEWEST_TRUSTED = FEWEST_OF_VERDICT
 """Fewest trusted rows: four for the walk, and four to compare with."""
 
 JUDGED, TRUSTED = "your rows", "trusted rows"
@@ -397,13 +398,8 @@ def _take_walk(
 ) -> float | None:
     """Take the walk, of which no row's progress is part; its seconds, or None if none is needed."""
     folder = subject.folder
-    parts = (
-        _path_of_part(folder, group, n)
-        for group, rows in groups.items()
-        for n in range(-(-len(rows) // _PART))
-        if folder is not None
-    )
-    if folder is not None and all(part.exists() for part in parts):
+    numbers = [(group, n) for group, rows in groups.items() for n in range(-(-len(rows) // _PART))]
+    if folder is not None and all(_path_of_part(folder, *one).exists() for one in numbers):
         return None
     start = time.monotonic()
     scorer.estimator.prepare()

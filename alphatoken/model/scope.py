@@ -95,10 +95,9 @@ def _check_linears(adapter: DecoderAdapter, linears: Sequence[ScoredLinear]) -> 
     named = dict(adapter.model.named_parameters(remove_duplicate=False))
     listed = set[int]()
     for linear in linears:
-        own, weight = named.get(linear.weight_name), linear.weight
         twice = id(linear.module) in listed
         listed.add(id(linear.module))
-        if own is weight and not twice:
+        if named.get(linear.weight_name) is linear.weight and not twice:
             continue
         raise ConfigError(
             f"scored_linears() of {type(adapter).__name__} names a weight "

@@ -235,14 +235,13 @@ class AlphaSFTTrainer(LabelledRows, SFTTrainer):
             formatting_func=formatting_func,
             dataset_name=dataset_name,
         )
-        if dataset_name != "train" or self.row_weights == "refused":
-            with bars_of_many(dataset):
-                return prepare(dataset=dataset, args=args, packing=packing)
-        tokenizer = text_tokenizer(processing_class)
-        if self.chat_template is not None:  # TRL writes the rows with it
-            tokenizer = copy.deepcopy(tokenizer)
-            tokenizer.chat_template = self.chat_template
         with bars_of_many(dataset):
+            if dataset_name != "train" or self.row_weights == "refused":
+                return prepare(dataset=dataset, args=args, packing=packing)
+            tokenizer = text_tokenizer(processing_class)
+            if self.chat_template is not None:  # TRL writes the rows with it
+                tokenizer = copy.deepcopy(tokenizer)
+                tokenizer.chat_template = self.chat_template
             return prepared_with_weights(
                 prepare,
                 dataset,

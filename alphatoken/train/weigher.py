@@ -155,13 +155,13 @@ class Weigher:
         """Plans with the kept tokens over those of the loss, of the whole step."""
         ranks, counts, columns = self._trainer_loss.ranks, list[Tensor | None](), []
         counted = list[Tensor | None]()
+        # A count of the policy's own is its own affair.
+        compares = self.policy.static and not own_methods(self.policy, "kept_tokens")
         for batch, plan in zip(batches, plans, strict=True):
             before = self._policy_batch(batch, plan.values)
             count = self.policy.kept_tokens(before) if plan.weights is None else plan.weights.sum()
             # A micro-batch that keeps all trains on tokens without a value too, as TRL does.
             full = count is not None and float(count) == float(batch.mask.sum())
-            # A count of the policy's own is its own affair.
-            compares = self.policy.static and not own_methods(self.policy, "kept_tokens")
             counted.append(count if compares and plan.weights is None else None)
             counts.append(batch.loss_mask.sum() if self.policy.keeps_all(full) else count)
             columns.append(before.columns)

@@ -16,7 +16,7 @@ from alphatoken.config import RESEARCH, ValueOptions, in_force
 from alphatoken.errors import ConfigError
 from alphatoken.model.choice import read_layers
 from alphatoken.oracle import run as oracle
-from alphatoken.presets import PRESETS, preset_of, values_in_words
+from alphatoken.presets import PRESETS, preset_of, refuse_preset, values_in_words
 from alphatoken.race.arms import PACKAGED
 from alphatoken.scorer import Scorer
 from tests.property.profiles import budget
@@ -76,6 +76,7 @@ def test_a_preset_that_is_named_as_an_estimator_is_refused_by_its_own_name(name:
     with pytest.raises(ConfigError, match=rf"'{name}' is a preset.*ScorerConfig\.{name}\(\)"):
         ScorerConfig(name)
     ScorerConfig("walk")  # is both
+    refuse_preset([name])  # no text: refused with the choices
 
 
 def test_numbers_stand_where_people_read_them() -> None:
