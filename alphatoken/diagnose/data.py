@@ -5,7 +5,7 @@ on one half; the other half, the reference, is what the training rows are compar
 that a walk was taken on look better than any others. Each row has the mean walk value of its
 response tokens (by how many nats their loss falls along the walk) and their mean loss. Permutation
 tests over rows on both means decide together, at a level of 5 %. Rows of another kind (another
-task, another style) differ as rows with wrong words do: which it is, the rows of lowest value show.
+task, another style) differ as rows with wrong words do: which it is, the rows of highest loss show.
 
 All rows are read, up to --train_rows and --validation_rows; --budget and --tokens do not bound it.
 It costs a walk and two forwards of each row. The values are written to data/values and
@@ -48,7 +48,7 @@ from alphatoken.presets import WALK_RATE
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.results import FEWEST_OF_VERDICT
 from alphatoken.score.run import score_rows
-from alphatoken.score.summary import end_places
+from alphatoken.score.summary import HIGHEST, HIGHEST_LOSS, LOWEST, end_places
 from alphatoken.score.value_page import row_list, shown_end
 from alphatoken.score.values import LOSS, ScoredExample, read_values, write_values
 from alphatoken.scorer import Scorer
@@ -82,7 +82,7 @@ SHOWN = 3
 
 TRAIN_BATCH, EPOCHS = 8, 3
 """Training rows of a step, and passes over all of them, that TRL takes where none are named."""
-_LOOK = "Look at the rows of lowest value and of highest loss."
+_LOOK = "Look at the rows of highest loss and of lowest value."
 FIRST_LOOK = 20
 """Step before which no race looks, unless it is told to."""
 CHOOSING = 8
@@ -116,6 +116,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     records = {name: [_record(name, one) for one in own] for name, own in scored.items()}
     tests = {name: compare(records, name, subject.seed) for name in MEASURES}
     answer = verdict(tests, len(groups[TRUSTED]))
+    notes.append(_limits(tests, len(groups[TRUSTED])))
     batch, fits = subject.batch_size, race_batch(len(groups[JUDGED]), subject.batch_size)
     if answer != ALIKE and subject.words and fits < batch:
         notes.append(
@@ -579,34 +580,37 @@ def rows_beyond(records: Records) -> str:
 
 def _conclusion(tests: Mapping[str, Comparison], reference: int, beyond: str) -> str:
     p, answer = together(tests), verdict(tests, reference)
-    value, loss = (format(tests[name].difference, "+.3f") for name in MEASURES)
-    sizes = (
-        f"Beside {reference} trusted rows their mean walk value differs by {value} nats a token, "
-        f"their mean loss by {loss}."
-    )
-    share = unseen_share(reference, LEVEL / len(tests))
     if answer == DIFFERENT:
         return (
             f"Your rows differ from the trusted ones (p = {p:.2g}): a race measures whether "
-            f"selecting pays. {beyond or _LOOK} {sizes} Rows of another task or style differ as "
-            "rows with wrong words do."
+            f"selecting pays. {beyond or _LOOK} Rows of another task or style differ as rows with "
+            "wrong words do."
         )
     if answer == UNCLEAR:
-        enough = fewest_reference(LEVEL / len(tests))
-        more = f"{2 * enough} or more" if reference < enough else "more"
         return (
             f"Your rows may differ from the trusted ones (p = {p:.2g}, above {LEVEL:.0%}; "
             f"{reference} reference rows are too few to be sure): a race measures whether "
-            f"selecting pays. {beyond or _LOOK} {sizes} The test may miss {share:.0%} of rows of "
-            f"another kind; with {more} trusted rows (--validation_file), of which the walk takes "
-            "half, it misses fewer."
+            f"selecting pays. {beyond or _LOOK}"
         )
-    ends = tests["value"].difference
+    share, ends = unseen_share(reference, LEVEL / len(tests)), tests["value"].difference
     return (
-        f"Your rows look like the trusted ones (p = {p:.2g}): train on everything. {sizes} "
+        f"Your rows look like the trusted ones (p = {p:.2g}): train on everything. "
         f"{reference} trusted rows cannot rule out that all differ by "
         f"{max(abs(ends.low), abs(ends.high)):.2g} nats, and {share:.0%} of your rows may be of "
         "another kind without being noticed."
+    )
+
+
+def _limits(tests: Mapping[str, Comparison], reference: int) -> str:
+    """How large the differences are, and what the tests miss; with how many rows they miss less."""
+    value, loss = (format(tests[name].difference, "+.3f") for name in MEASURES)
+    enough = fewest_reference(LEVEL / len(tests))
+    more = f"{2 * enough} or more" if reference < enough else "more"
+    return (
+        f"Beside {reference} reference rows the mean walk value of your rows differs by {value} "
+        f"nats a token, their mean loss by {loss}. The tests may miss "
+        f"{unseen_share(reference, LEVEL / len(tests)):.0%} of rows of another kind; with {more} "
+        "trusted rows (--validation_file), of which the walk takes half, they miss fewer."
     )
 
 
@@ -647,16 +651,17 @@ def doubts_of_walk(trusted: Sequence[Mapping[str, Any]], rate: float | None) -> 
     lower = (WALK_RATE if rate is None else rate) / 3
     return (
         f"The loss of the reference rows rose along the walk (mean value {mean:+.3f} nats), so it "
-        "taught little that trusted rows have in common: compare values with each other, not with "
-        f"0, go by the losses, and try shorter steps (--walk_learning_rate {lower:.1g}) or more "
+        "taught little that trusted rows have in common: go by the losses, compare values with "
+        f"each other, not with 0, and try shorter steps (--walk_learning_rate {lower:.1g}) or more "
         "trusted rows."
     )
 
 
 def _ends(records: Sequence[Mapping[str, Any]], count: int) -> dict[str, list[int]]:
-    """Places of the rows at either end of the mean value, and of highest loss; outermost first."""
+    """Places of the rows of highest loss, and at either end of the mean value; outermost first."""
     value, loss = (np.array([one[name] for one in records]) for name in ("value", "loss"))
-    return end_places(value, loss, min(count, len(records) // 2))
+    ends = end_places(value, loss, min(count, len(records) // 2))
+    return {name: ends[name] for name in (HIGHEST_LOSS, LOWEST, HIGHEST)}
 
 
 def _ends_table(
@@ -684,7 +689,7 @@ def _ends_table(
             )
     return Table.of(
         "data-ends",
-        "Rows of lowest and of highest mean walk value, and of highest mean loss",
+        "Rows of highest mean loss, and of lowest and of highest mean walk value",
         shown,
         "negative: share of the tokens whose loss rises along the walk. rank by loss: 1 is the "
         "row of highest mean loss. data-rows.csv, beside diagnosis.json, has every row.",

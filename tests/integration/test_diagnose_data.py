@@ -113,7 +113,7 @@ def test_what_is_said_and_shown(
     assert f"  {found.conclusion}\n" in said
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Do my rows look like the rows that I trust?" in page
-    assert "Rows of lowest and of highest mean walk value" in page
+    assert "Rows of highest mean loss, and of lowest" in page
     assert found.settings["walk_steps"] == 3
     settings = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]
     assert (settings["estimator"], settings["walk_steps"]) == ("walk", 3)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -389,6 +391,29 @@ def test_a_word_of_an_option_that_nothing_reads_is_refused(slip: str) -> None:
     option(4, "how many", at_least=2, group="sizes", metavar="N")
     with pytest.raises(TypeError, match=f"does not take {slip};.*at_least.*group"):
         option(4, "how many", **{slip: 2})
+
+
+def _names(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Fields made by option() or same_option(), and names read as attributes outside of them."""
+    made, read = set[str](), set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.AnnAssign(ast.Name(name), value=ast.Call(ast.Name("option" | "same_option"))):
+                made.add(name)
+            case ast.Attribute(attr=name, ctx=ast.Load()):
+                read.add(name)
+    return made, read
+
+
+def test_every_option_is_read_somewhere() -> None:
+    """A field that no line reads would be taken, recorded and without effect."""
+    root = Path(__file__).parents[2]
+    files = [*root.glob("alphatoken/**/*.py"), *root.glob("lab/alphatoken_lab/**/*.py")]
+    trees = [_names(ast.parse(file.read_text())) for file in files]
+    made, read = (set[str]().union(*names) for names in zip(*trees, strict=True))
+    assert {"keep_ratio", "walk_steps", "arms"} < made  # of three classes, in three files
+    # The lab's two files of the laptop run are read by the names of their parts, f"{part}_file".
+    assert made - read == {"warm_file", "probes_file"}
 
 
 def test_wrong_step_weights_are_refused_before_the_direction_is_built() -> None:
