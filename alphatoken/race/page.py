@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -14,7 +15,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.race.arms import ALL
 from alphatoken.race.decision import Difference
 from alphatoken.race.rows import counted_rows
-from alphatoken.race.runner import RaceResult, RaceState
+from alphatoken.race.runner import NATS_A_TOKEN, RaceResult, RaceState
 from alphatoken.score.page import (
     Section,
     interval,
@@ -52,16 +53,29 @@ def verdict(result: RaceResult) -> str:
     if outcome.winner is None:
         return f"After the look at step {step} of {state.steps}: {_sides(outcome.left_at, last)}."
     if outcome.winner != ALL:
-        shown = _written(last[outcome.winner])
+        won = last[outcome.winner]
+        of_pairs = state.unit != NATS_A_TOKEN
+        lower = "" if of_pairs else f" (perplexity {lower_perplexity(won.value)} lower)"
         return (
             f"'{outcome.winner}' wins: at step {step} of {state.steps} its loss on {rows} differs "
-            f"from that of 'all' by {shown} {state.unit}, and {how}."
+            f"from that of 'all' by {_written(won)} {state.unit}{lower}, and {how}."
         )
     sides = _sides(outcome.left_at, last)
     return (
         f"'all' wins (train on every token): at step {step} of {state.steps} no arm is better on "
         f"{rows} beyond its interval, in {state.unit} ({sides}; {how})."
     )
+
+
+def lower_perplexity(difference: float) -> str:
+    """By which share exp of a mean loss is lower where the loss differs by so many nats.
+
+        1 - exp(d)
+
+    >>> lower_perplexity(-0.006), lower_perplexity(-0.14)
+    ('0.6 %', '13 %')
+    """
+    return f"{-100 * math.expm1(difference):.2g} %"
 
 
 def _sides(left: dict[str, int], last: dict[str, Difference]) -> str:

@@ -70,6 +70,9 @@ from alphatoken.train.steps import Schedule, steps_of
 STATE, ARMS = "race.json", "arms"
 """The state of a race, and the folder of its arms, in ``output_dir``."""
 
+NATS_A_TOKEN = "nats a token"
+"""Unit of the losses of rows; of pairs it is another."""
+
 Make = Callable[[Arm, Path], Any]
 """(arm, output folder) -> a new trainer of the run with the options of that arm."""
 
@@ -103,7 +106,7 @@ class RaceState:
     @property
     def unit(self) -> str:
         """Unit of losses and differences: "nats a token", or "nats a pair" of DPO's loss."""
-        return str(self.settings.get("unit", "nats a token"))
+        return str(self.settings.get("unit", NATS_A_TOKEN))
 
     @property
     def looks(self) -> tuple[int, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -505,6 +507,13 @@ def test_the_command_and_the_run_of_its_winner(
     assert "race of 2 arms (all, half): looks at steps 2, 4 of 5, on 8 choosing rows" in err
     assert "no arm reads --policy: each has its own" in err
     assert "'half' wins: at step 4 of 5" in out
+    state = json.loads((place / "raced" / "race.json").read_text())
+    loss = {
+        arm: np.average(columns["choosing"], weights=state["tokens"]["choosing"])
+        for arm, columns in state["losses"]["4"].items()
+    }
+    lower = 100 * (1 - math.exp(loss["half"] - loss["all"]))
+    assert f"nats a token (perplexity {lower:.2g} % lower), and all intervals" in out
     assert "The arms that do not go on took 4 steps (80% of a whole run)" in out
     assert "5 steps trained" in out
     page, then = out.splitlines()[-2:]
