@@ -144,6 +144,8 @@ def _about_few_steps(trainer: Any) -> Iterator[str]:
 def _about_values(arguments: Any) -> str:
     """The values of a run, and of the paper's what was measured to help in their place."""
     words = f"values: {values_in_words(arguments.training)}"
+    if arguments.training.policy == "all":
+        return f"{words}; policy 'all' trains on every token: values are written, and choose none"
     if arguments.run.value != "paper":
         return words
     if arguments.command == "dpo":

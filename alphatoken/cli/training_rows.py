@@ -114,7 +114,8 @@ def _refused_rows(arguments: Arguments, reads_fisher: bool) -> Iterator[ConfigEr
         yield ConfigError(
             "values need a validation dataset",
             got="no --validation_file, and --validation_rows 0 draws none",
-            remedy="--validation_file FILE, of a few clean rows of the target",
+            remedy="--validation_file FILE, of a few clean rows of the target; or value nothing: "
+            "--policy standard trains on every token",
         )
     if data.turns == "last" and getattr(args, "completion_only_loss", None) is False:
         yield ConfigError(

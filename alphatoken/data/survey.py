@@ -29,15 +29,15 @@ def add_place(places: list[str], place: str) -> None:
         places.append(place)
 
 
-def said_places(places: Sequence[str], count: int) -> str:
-    """Places of the first of so many rows, in brackets; "" where none is known.
+def said_places(places: Sequence[str], count: int, most: int = _PLACES) -> str:
+    """Places of the first of so many rows, ``most`` at most, in brackets; "" where none is known.
 
     >>> said_places(["a.jsonl, line 3"], 1), said_places(["line 1", "line 2", "line 5"], 7)
     (' (a.jsonl, line 3)', ' (lines 1, 2, 5, ...)')
     >>> said_places(["a.jsonl, line 9", "a.jsonl, line 2"], 2)
     ' (a.jsonl, lines 9, 2)'
     """
-    shown = list(places[:_PLACES])
+    shown = list(places[:most])
     lines = [match for place in shown if (match := _LINE.fullmatch(place))]
     if len(lines) == len(shown) > 1 and len({match[1] for match in lines}) == 1:
         file, first = lines[0].groups()

@@ -80,6 +80,9 @@ MOST_UNSEEN = 0.25
 SHOWN = 3
 """Rows of either end whose text is shown in colours."""
 
+NAMED = 40
+"""Rows beyond the reference that the answer names for one measure; the page has all."""
+
 TRAIN_BATCH, EPOCHS = 8, 3
 """Training rows of a step, and passes over all of them, that TRL takes where none are named."""
 _LOOK = "Look at the rows of highest loss and of lowest value."
@@ -115,6 +118,9 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     scored = {name: _scored(subject, scorer, name, rows) for name, rows in groups.items()}
     records = {name: [_record(name, one) for one in own] for name, own in scored.items()}
     tests = {name: compare(records, name, subject.seed) for name in MEASURES}
+    beyond = beyond_reference(records)
+    for number, one in enumerate(records[JUDGED]):
+        one["beyond"] = " and ".join(name for name, rows in beyond.items() if number in rows)
     answer = verdict(tests, len(groups[TRUSTED]))
     notes.append(_limits(tests, len(groups[TRUSTED])))
     batch, fits = subject.batch_size, race_batch(len(groups[JUDGED]), subject.batch_size)
@@ -126,12 +132,17 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     every = Table.of("data-rows", "Each row", [one for own in records.values() for one in own])
     ends = _ends(records[JUDGED], options.ends)
     doubts = doubts_of_walk(records[TRUSTED], config.walk_learning_rate)
+    said = rows_beyond(records, beyond)
     command, takes = _next(subject, config, answer, walked, groups, seconds)
     return conclude(
         "data",
         subject,
-        f"{_conclusion(tests, len(groups[TRUSTED]), rows_beyond(records))} {doubts}".rstrip(),
-        [_tests_table(records, tests), _ends_table(subject, groups[JUDGED], records[JUDGED], ends)],
+        f"{_conclusion(tests, len(groups[TRUSTED]), said)} {doubts}".rstrip(),
+        [
+            _beyond_table(subject, groups[JUDGED], records[JUDGED], beyond),
+            _tests_table(records, tests),
+            _ends_table(subject, groups[JUDGED], records[JUDGED], ends),
+        ],
         [_figure(every, name) for name in MEASURES],
         valued=groups[JUDGED],
         notes=notes,
@@ -249,13 +260,15 @@ def seconds_of_pass(
 
 
 def time_in_words(seconds: float) -> str:
-    """A time that is estimated.
+    """A time that is estimated, up to half as much again: what a step of TRL adds to one of a walk.
 
     >>> time_in_words(20), time_in_words(700), time_in_words(9000)
-    ('about 1 minute', 'about 12 minutes', 'about 2.5 hours')
+    ('1 to 2 minutes', '12 to 18 minutes', '2.5 to 3.8 hours')
     """
     minutes = max(1, round(seconds / 60))
-    return f"about {counted(minutes, 'minutes') if minutes < 100 else f'{minutes / 60:.2g} hours'}"
+    if minutes < 100:
+        return f"{minutes} to {max(minutes + 1, round(1.5 * seconds / 60))} minutes"
+    return f"{minutes / 60:.2g} to {minutes / 40:.2g} hours"
 
 
 def race_batch(rows: int, batch: int) -> int:
@@ -426,6 +439,7 @@ def _record(group: str, example: ScoredExample) -> dict[str, Any]:
         "value": float(value.mean()),
         "loss": float(loss.mean()),
         "negative": float((value < 0).mean()),
+        "beyond": "",
     }
 
 
@@ -551,23 +565,30 @@ def fewest_reference(level: float) -> int:
     return math.ceil(math.log(level) / math.log(1 - MOST_UNSEEN))
 
 
-def rows_beyond(records: Records) -> str:
-    """How many rows no reference row reaches, and where the outermost are; "" where there are none.
+def beyond_reference(records: Records) -> dict[str, list[int]]:
+    """Numbers of the rows that no reference row reaches, by "loss" and by "value"; outermost first.
 
     A row counts whose mean loss is above, or whose mean walk value is below, that of each reference
     row. Of n exchangeable rows, n / (m + 1) do on average beside m reference rows.
     """
-    parts: list[str] = []
-    for measure, sign, what in (("loss", 1, "a higher loss"), ("value", -1, "a lower walk value")):
+    beyond = {}
+    for measure, sign in (("loss", 1), ("value", -1)):
         judged, trusted = (sign * column for column in _columns(records, measure))
-        beyond = np.flatnonzero(judged > trusted.max())
-        order = beyond[np.argsort(-judged[beyond], kind="stable")]
-        places = [records[JUDGED][n]["place"] for n in order.tolist()]
+        rows = np.flatnonzero(judged > trusted.max())
+        beyond[measure] = rows[np.argsort(-judged[rows], kind="stable")].tolist()
+    return beyond
+
+
+def rows_beyond(records: Records, beyond: Mapping[str, Sequence[int]]) -> str:
+    """How many rows are ``beyond`` the reference, and where; "" where there are none."""
+    parts: list[str] = []
+    for measure, what in (("loss", "a higher loss"), ("value", "a lower walk value")):
+        places = [records[JUDGED][n]["place"] for n in beyond[measure]]
         if places:
-            of_all, than = f" of {len(judged)}", " than every reference row"
+            of_all, than = f" of {len(records[JUDGED])}", " than every reference row"
             parts.append(
                 f"{len(places)}{of_all * (not parts)} {'has' if len(places) == 1 else 'have'} "
-                f"{what}{than * (not parts)}{said_places(places, len(places))}"
+                f"{what}{than * (not parts)}{said_places(places, len(places), NAMED)}"
             )
     usual = len(records[JUDGED]) / (len(records[TRUSTED]) + 1)
     return (
@@ -614,6 +635,32 @@ def _limits(tests: Mapping[str, Comparison], reference: int) -> str:
     )
 
 
+def _beyond_table(
+    subject: Subject,
+    rows: Sequence[Example],
+    records: Sequence[Mapping[str, Any]],
+    beyond: Mapping[str, Sequence[int]],
+) -> Table:
+    """Every row that no reference row reaches: by its loss, then those by their value alone."""
+    shown = []
+    for number in dict.fromkeys([*beyond["loss"], *beyond["value"]]):
+        own, (prompt, response) = records[number], _texts(subject, rows[number])
+        shown.append(
+            {
+                **{name: own[name] for name in ("place", "beyond", "loss", "value")},
+                "prompt": short(prompt, 120),
+                "response": short(response, 240),
+            }
+        )
+    return Table.of(
+        "data-beyond",
+        "Rows that no reference row reaches",
+        shown,
+        "beyond: by its loss, which is higher than that of each reference row, by its value, which "
+        "is lower, or by both.",
+    )
+
+
 def _tests_table(records: Records, tests: Mapping[str, Comparison]) -> Table:
     rows = []
     for name, title in MEASURES.items():
@@ -651,9 +698,9 @@ def doubts_of_walk(trusted: Sequence[Mapping[str, Any]], rate: float | None) -> 
     lower = (WALK_RATE if rate is None else rate) / 3
     return (
         f"The loss of the reference rows rose along the walk (mean value {mean:+.3f} nats), so it "
-        "taught little that trusted rows have in common: go by the losses, compare values with "
-        f"each other, not with 0, and try shorter steps (--walk_learning_rate {lower:.1g}) or more "
-        "trusted rows."
+        "taught little that trusted rows have in common: go by the losses, and compare values with "
+        "each other, not with 0. More trusted rows or shorter steps (--walk_learning_rate "
+        f"{lower:.1g}) may mend the values; they change no loss."
     )
 
 

@@ -248,6 +248,9 @@ def test_a_run_of_the_papers_values_says_what_was_measured(command: str, helps: 
     assert said.startswith("values: paper (")
     assert helps in said
     assert "as published" not in _about_values(read(command, "--value walk"))
+    said = _about_values(read(command, "--policy all"))
+    assert "trains on every token: values are written, and choose none" in said
+    assert "choose none" not in _about_values(read(command, "--policy top"))
 
 
 # --- what a policy without values does not read ---------------------------------------------------

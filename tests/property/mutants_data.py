@@ -343,7 +343,7 @@ VERDICTS = (
         ("diagnose.data.verdict", "together(tests) <= LEVEL", "together(tests) > LEVEL")),
     row("rows-beyond-one-reference-row", BEYOND,
         "rows that some reference row exceeds are said to be beyond all of them",
-        ("diagnose.data.rows_beyond", "trusted.max()", "trusted.min()")),
+        ("diagnose.data.beyond_reference", "trusted.max()", "trusted.min()")),
     row("race-time-without-its-losers", RACE_TIME,
         "the arms that leave a race cost nothing in the time that is said before it",
         ("diagnose.data.race_passes", "2 * look * size", "0 * look * size")),

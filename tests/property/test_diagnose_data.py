@@ -304,6 +304,20 @@ def test_each_row_has_its_value_and_loss_and_the_reference_was_not_walked_on() -
             assert one["tokens"] == rows[one["row"]].response_tokens
 
 
+def check_rows_beyond(found: Diagnosis) -> int:
+    """Each row that no trusted row reaches is in the table of these, and says by what; how many."""
+    groups = table_of(found)
+    tables = {table.key: table.records() for table in found.tables}
+    shown = {one["place"]: one["beyond"] for one in tables.get("data-beyond", [])}
+    worst = {name: [one[name] for one in groups[TRUSTED]] for name in data.MEASURES}
+    for one in groups[JUDGED]:
+        by_loss, by_value = one["loss"] > max(worst["loss"]), one["value"] < min(worst["value"])
+        said = " and ".join(["loss"] * by_loss + ["value"] * by_value)
+        assert one["beyond"] == said == shown.pop(one["place"], "")
+    assert not shown
+    return len(tables.get("data-beyond", []))
+
+
 def test_tables_hold_the_tests_and_both_ends() -> None:
     found = data.diagnose(subject(), data.Options(ends=3))
     groups = table_of(found)
@@ -317,6 +331,7 @@ def test_tables_hold_the_tests_and_both_ends() -> None:
         assert found.table("data-tests").estimate(place, "difference") == expected
     order = sorted(groups[JUDGED], key=lambda one: one["value"])
     by_loss = sorted(groups[JUDGED], key=lambda one: -one["loss"])
+    check_rows_beyond(found)
     ends = found.table("data-ends").records()
     assert [one["place"] for one in ends] == [
         one["place"] for one in [*by_loss[:3], *order[:3], *reversed(order[-3:])]
@@ -363,6 +378,7 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     race = f"{words} --walk_steps 3 --walk_learning_rate 0.01"  # the subject's
     assert found.next_command == data.race_command(race, 20, 12, batch=4)
     assert "batches of 2 rows in place of 4" in " ".join(found.notes)
+    assert check_rows_beyond(found) > 5
     assert found.mark == "doubtful", "rows of another task differ too, and are not bad"
     # In Python nobody has named any files.
     assert data.diagnose(subject(train=alike[8:28], validation=other)).next_command == ""
@@ -414,11 +430,19 @@ def test_rows_that_no_reference_row_reaches_are_named() -> None:
     own = [record(1, 2.5, 0.0), record(2, 1.0, -3.0), record(3, 9.0, 0.1), record(4, 2.0, -1.0)]
     own.append(record(5, 3.0, 0.2))
     trusted = [record(1, 2.0, -1.0), record(2, 0.5, 0.5)]
-    assert data.rows_beyond({JUDGED: own, TRUSTED: trusted}) == (
+    records = {JUDGED: own, TRUSTED: trusted}
+    beyond = data.beyond_reference(records)
+    assert beyond == {"loss": [2, 4, 0], "value": [1]}
+    assert data.rows_beyond(records, beyond) == (
         "3 of 5 have a higher loss than every reference row (lines 3, 5, 1), and 1 has a "
         "lower walk value (line 2): read these first (of rows of one source 1.7 would on average)."
     )
-    assert data.rows_beyond({JUDGED: trusted, TRUSTED: own}) == ""
+    exchanged = {JUDGED: trusted, TRUSTED: own}
+    assert data.rows_beyond(exchanged, data.beyond_reference(exchanged)) == ""
+    many = [record(n, 10.0 + n, 0.0) for n in range(50)]
+    said = data.rows_beyond({JUDGED: many, TRUSTED: trusted}, {"loss": [*range(50)], "value": []})
+    assert said.count(",") == data.NAMED
+    assert said.count("...") == 1
 
 
 def test_the_time_of_a_race_is_that_of_its_rows() -> None:
