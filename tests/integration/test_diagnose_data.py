@@ -158,7 +158,7 @@ def test_the_next_command_names_model_and_rows_as_they_were_named(
     assert "Your rows differ from the trusted ones" in said
     assert f"  next: {command}\n  it takes 1 to 2 minutes at the speed of this walk\n" in said
     page = (tmp_path / "out" / "report.html").read_text()
-    assert 'Next (about 1 minute here):</p><code class="command">alphatoken race --config' in page
+    assert 'Next (1 to 2 minutes here):</p><code class="command">alphatoken race --config' in page
     assert Diagnosis.load(tmp_path / "out" / "data").next_command == command
 
 
