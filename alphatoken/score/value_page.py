@@ -120,7 +120,7 @@ def _sections(
         selection=selection,
     )
     sections = [
-        Section("overview", "Which rows are odd", html=overview),
+        Section("overview", _title(meaning), html=overview),
         Section("rows", "The rows", html=rows),
         *_kinds(summary, meaning),
         *(_distributions(summary) if len(present) > 1 else []),
@@ -136,6 +136,11 @@ def _sections(
         "ends": ends,
     }
     return sections, data
+
+
+def _title(meaning: Meaning) -> str:
+    """Title of the rows at both ends: one-step values hardly tell odd rows from others."""
+    return "Which rows are odd" if meaning.unit == "nats" else "Rows of lowest and highest value"
 
 
 def _present(summary: ValueSummary) -> tuple[list[str], list[str]]:

@@ -480,6 +480,9 @@ def test_a_page_without_stability_shows_one_of_total_and_adaptation(tmp_path: Pa
     still = {k: np.zeros_like(v) if "stability" in k else v for k, v in own.values.items()}
     alone = replace(own, values={**still, "total": own.values["adaptation"]})
     page = write_report(tmp_path / "page.html", summarise([alone])).read_text("utf-8")
+    assert "Rows of lowest and highest value</h2>" in page
+    walked = write_report(tmp_path / "walk.html", summarise([alone]), meaning=WALK)
+    assert "Which rows are odd</h2>" in walked.read_text("utf-8")
     assert 'id="c-total"' in page
     assert 'id="c-adaptation"' not in page
     assert 'id="c-adaptation_causal"' in page
