@@ -346,7 +346,7 @@ VERDICTS = (
         ("diagnose.data.beyond_reference", "trusted.max()", "trusted.min()")),
     row("race-time-without-its-losers", RACE_TIME,
         "the arms that leave a race cost nothing in the time that is said before it",
-        ("diagnose.data.race_passes", "2 * look * size", "0 * look * size")),
+        ("diagnose.data.race_passes", "look * size * 7 / 3", "look * size * 0")),
     row("interval-that-leaves-0-out-not-read", UNCLEAR,
         "rows are said to look alike where the trusted ones are too few to tell",
         ("diagnose.data.verdict", "if apart or unseen", "if unseen")),

@@ -451,11 +451,14 @@ def test_the_time_of_a_race_is_that_of_its_rows() -> None:
     Proves: rows that a race trains on (exact), against its steps counted one by one.
     """
     steps, look, size = 24, 20, 8
-    counted = sum(size for _ in range(steps))  # the winner
-    counted += sum(size + size + 1 for _ in range(look))  # two that leave
-    forwards = sum(size / 3 for _ in range(steps))
-    assert data.race_passes(60, size, 0) == pytest.approx(counted + forwards)
-    assert data.race_passes(60, size, 24) == pytest.approx(counted + forwards + 24 * size)
+    mixed = sum(size + size // 2 for _ in range(steps))  # the winner
+    every = sum(size for _ in range(look))
+    selected = sum(size + size / 3 for _ in range(look))
+    assert data.race_passes(60, size, 0) == pytest.approx(mixed + every + selected)
+    assert data.race_passes(60, size, 24) == pytest.approx(mixed + every + selected + 24 * size)
+    # Where the arm that selects wins, it is less.
+    won = sum(size + size / 3 for _ in range(steps))
+    assert won + every + sum(size + size // 2 for _ in range(look)) <= mixed + every + selected
     rows = drawn_rows([(2, 5)] * 12, seed=4)
     # Two batches of 8 and 4 rows: six rows a step.
     assert data.seconds_of_pass(144.0, 24, rows, rows, 8) == pytest.approx(1.0)

@@ -373,6 +373,21 @@ def test_its_rows_are_part_of_what_it_is() -> None:
     assert one != other
 
 
+def test_one_row_is_added_beside_every_two() -> None:
+    """Where no number is named, at most all validation rows; of packed rows, one a step.
+
+    Proves: validation rows in every step (exact), against the share by hand.
+    """
+    for count, of_step, added in (
+        (24, 8, 4), (24, 2, 1), (24, 1, 1), (24, 5, 2), (3, 16, 3), (24, None, 1),
+    ):  # fmt: skip
+        made = prepared_policy(made_rows([1] * count), known=(of_step, 10))
+        assert [len(made.step_rows(step)) for step in range(3)] == [added] * 3
+        assert made.summary["rows"] == added
+        named = prepared_policy(made_rows([1] * count), rows=2, known=(of_step, 10))
+        assert len(named.step_rows(0)) == 2
+
+
 def test_what_is_drawn_is_said_and_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,7 +399,6 @@ def test_what_is_drawn_is_said_and_written(
         "2 of 8 validation rows beside the 4 training rows of each step; 3 steps, so that" in said
     )
     assert "6 of them come once, and the others never" in said
-    assert "--policy_options" not in said  # the share that was measured
     summary = json.loads((tmp_path / "policy.json").read_text())["summary"]
     assert summary == {
         "rows": 2, "validation_rows": 8, "steps_of_an_epoch": 4,
@@ -423,35 +437,6 @@ def test_the_dose_is_that_of_the_run(case: str, capfd: pytest.CaptureFixture[str
         assert (least, most) == (numbers[0], numbers[-1])
     elif steps:
         assert (least, most) == (int("each comes once" in said), 1)
-
-
-SHARES: dict[str, tuple[int, int, int | None, dict[str, Any], str]] = {
-    "one in sixteen": (24, 1, 16, {}, """--policy_options '{"rows": 8}' """),
-    "few validation rows": (5, 1, 16, {}, """{"rows": 5}) would be nearer to"""),
-    "the control": (
-        24, 1, 16, {"draw_from": "training"}, """'{"rows": 8, "draw_from": "training"}'"""
-    ),
-    "one to two": (24, 8, 16, {}, ""),
-    "all of few": (5, 5, 16, {}, ""),
-    "one row": (24, 1, 1, {}, ""),
-    "unknown": (24, 1, None, {}, ""),
-}  # fmt: skip
-"""Validation rows, rows of a step, training rows of a step, other options, and what is advised."""
-
-
-@pytest.mark.parametrize("case", SHARES)
-def test_a_share_below_the_measured_one_is_said(
-    case: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    count, rows, of_step, more, advised = SHARES[case]
-    prepared_policy(made_rows([1] * count), rows=rows, known=(of_step, 3), **more)
-    said = capfd.readouterr().err
-    assert advised in said
-    assert ("selection.md" in said) == bool(advised)
-    if advised:
-        (options,) = re.findall(r"--policy_options '(.*?)'", said)
-        prepared_policy(made_rows([1] * count), known=(of_step, 3), **json.loads(options))
-        assert "selection.md" not in capfd.readouterr().err
 
 
 class Columns:

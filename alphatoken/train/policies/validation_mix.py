@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -25,13 +24,13 @@ class ValidationMix(Standard):
 
         L_s = (sum of l_t over the training rows of step s and over V_s) / (all their tokens)
 
-    V_s are ``rows`` validation rows, drawn epoch by epoch in a seeded order: each comes once before
-    one comes again, and no step has one twice. A function of seed and step, so a resumed run draws
-    the same; ``rows`` is over all micro-batches and processes of the step, which share them. The
-    step is that of TRL's trainer on a data set with these rows in these places, and the divisor is
-    the trainer's own over all tokens. Nothing is valued: the cost is that of the added rows. Mode
-    "budget" keeps all tokens too. The validation loss in the logs is then that of rows that were
-    trained on.
+    V_s are ``added`` validation rows, drawn epoch by epoch in a seeded order: each comes once
+    before one comes again, and no step has one twice. A function of seed and step, so a resumed run
+    draws the same; ``added`` is over all micro-batches and processes of the step, which share them.
+    The step is that of TRL's trainer on a data set with these rows in these places, and the divisor
+    is the trainer's own over all tokens. Nothing is valued: the cost is that of the added rows.
+    Mode "budget" keeps all tokens too. The validation loss in the logs is then that of rows that
+    were trained on.
 
     With ``draw_from="training"`` it is the control of equal tokens. In place of each validation
     row, training rows are drawn at random (anew for each, none twice for one) until they have as
@@ -39,8 +38,9 @@ class ValidationMix(Standard):
 
     Args:
         settings: see ``PolicySettings``.
-        rows: number of rows added to each optimizer step, over all its micro-batches and processes.
-            [1 to the number of validation rows; half of the training rows of a step; ours]
+        rows: number of rows added to each optimizer step, over all its micro-batches and processes;
+            None for one beside every two training rows, at most all validation rows.
+            [1 to the number of validation rows; fewer where they are few and steps many; ours]
         draw_from: "validation"; or "training", the control. ['validation' or 'training'; 'training'
             to tell the gain of the rows from that of more tokens a step; ours]
 
@@ -61,18 +61,20 @@ class ValidationMix(Standard):
         self,
         settings: PolicySettings | None = None,
         *,
-        rows: int = 1,
+        rows: int | None = None,
         draw_from: str = "validation",
     ) -> None:
         super().__init__(settings)
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
             raise ConfigError(
-                "rows of validation-mix is a whole number from 1",
+                "rows of validation-mix is a whole number from 1, or none",
                 got=repr(rows),
                 why="it counts the rows that are added to each optimizer step",
             )
         require_choice("draw_from of validation-mix", draw_from, SOURCES)
         self.rows, self.draw_from = rows, draw_from
+        self.added = rows or 1
+        """Rows that are added to a step, of ``rows`` None as many as `prepare` finds fit."""
         self.added_rows = ""
         """Digest of the rows that are drawn from; a resumed run must have the same."""
         self._validation: Sequence[Row] = ()
@@ -89,7 +91,7 @@ class ValidationMix(Standard):
 
     @property
     def summary(self) -> Mapping[str, float]:
-        """``rows`` a step, of ``validation_rows``, each once in ``steps_of_an_epoch``.
+        """``rows`` added to a step, of ``validation_rows``, each once in ``steps_of_an_epoch``.
 
         Where they are known, ``training_rows_of_step`` too, the ``steps`` of the run, and
         ``added_rows`` in all of them (in the control these stand for training rows of as many
@@ -99,12 +101,12 @@ class ValidationMix(Standard):
         of_run = {
             "training_rows_of_step": self._rows_of_step,
             "steps": self._steps,
-            "added_rows": None if self._steps is None else self._steps * self.rows,
+            "added_rows": None if self._steps is None else self._steps * self.added,
         }
         return {
-            "rows": float(self.rows),
+            "rows": float(self.added),
             "validation_rows": float(count),
-            "steps_of_an_epoch": count / self.rows,
+            "steps_of_an_epoch": count / self.added,
             **{name: float(number) for name, number in of_run.items() if number is not None},
         }
 
@@ -113,10 +115,12 @@ class ValidationMix(Standard):
         rows = stage.validation
         if not len(stage.rows):
             raise ConfigError("validation-mix adds rows to training rows", got="0 training rows")
-        if self.rows > len(rows):
+        if self.rows is None:
+            self.added = max(1, min((stage.rows_of_step or 0) // 2, len(rows)))
+        if self.added > len(rows):
             raise ConfigError(
                 "a step would hold a validation row twice",
-                got=f"rows={self.rows}, {len(rows)} validation rows",
+                got=f"rows={self.added}, {len(rows)} validation rows",
                 remedy=f"rows={len(rows)} or fewer in policy_options, or more validation rows",
             )
         empty = [number for number, row in enumerate(rows) if not response_tokens(row)]
@@ -136,14 +140,14 @@ class ValidationMix(Standard):
                 )
         self._validation, self.added_rows = rows, rows_fingerprint(rows)
         self._pool = ValidationPool(
-            len(rows), self.rows, mode="pool", held_out_share=0.0, seed=self.settings.seed
+            len(rows), self.added, mode="pool", held_out_share=0.0, seed=self.settings.seed
         )
         self._rows_of_step, self._steps = stage.rows_of_step, stage.steps
         self._say()
 
     def _say(self) -> None:
         count, of_step = len(self._validation), self._rows_of_step
-        rows = f"{self.rows} of {count} validation rows"
+        rows = f"{self.added} of {count} validation rows"
         beside = (
             "the training rows" if of_step is None else f"the {counted(of_step, 'training rows')}"
         )
@@ -151,27 +155,14 @@ class ValidationMix(Standard):
         text += "added row costs what a training row does"
         if self.draw_from == "training":
             text = f"beside {beside} of each step others, of as many tokens as {rows} have"
-        say_of_pass(f"policy '{self.name}': {text}{self._about_share()}")
-
-    def _about_share(self) -> str:
-        """The number of rows that comes to the measured share, where this one is smaller."""
-        count, half = len(self._validation), (self._rows_of_step or 0) // 2
-        if self.rows >= (rows := min(half, count)):
-            return ""
-        control = {} if self.draw_from == "validation" else {"draw_from": self.draw_from}
-        options = json.dumps({"rows": rows, **control})
-        nearer = "nearer to " if rows < half else ""
-        return (
-            f"; --policy_options '{options}' (policy_options={options}) would be {nearer}the share "
-            "that docs/selection.md measured: one validation row beside two training rows"
-        )
+        say_of_pass(f"policy '{self.name}': {text}")
 
     def _dose(self) -> str:
         """How often the validation rows come in the whole run, in words."""
         count = len(self._validation)
         if self._steps is None:
-            return f"each once in {count / self.rows:g} steps"
-        often, more = divmod(self._steps * self.rows, count)
+            return f"each once in {count / self.added:g} steps"
+        often, more = divmod(self._steps * self.added, count)
         if not often:
             dose = f"{more} of them come{'s' * (more == 1)} once, and the others never"
         elif more:
