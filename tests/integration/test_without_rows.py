@@ -268,18 +268,22 @@ def test_commands_that_do_not_train_have_no_such_option(
 # --- real runs ------------------------------------------------------------------------------------
 
 
+BROKEN = {"rows": 2, "pairs": 1}
+"""The line of each file that cannot be read."""
+NAMED = {name: f"{line},4,12-16" for name, line in BROKEN.items()}
+"""Lines of the longer file that the shorter one lacks."""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tiny model, and two files of rows and of pairs: with lines too many, and without them."""
     tiny.saved(tmp_path, 4)
     for name, own in (("rows", tiny.sums(14)), ("pairs", list(tiny.preference_rows(14)))):
-        jsonl(tmp_path / f"{name}.jsonl", ["{broken", *own[:5], "", *own[5:]])
+        lines: list[Any] = [*own[:5], "", *own[5:]]
+        lines.insert(BROKEN[name] - 1, "{broken")
+        jsonl(tmp_path / f"{name}.jsonl", lines)
         jsonl(tmp_path / f"few-{name}.jsonl", [*own[:2], *own[3:9]])
     return tmp_path
-
-
-NAMED = "1,4,12-16"
-"""Lines of the longer file that the shorter one lacks."""
 
 
 def words_of(folder: Path, file: str, out: str, *more: str) -> list[str]:
@@ -312,19 +316,20 @@ def test_a_run_is_that_of_a_file_without_these_lines(
     name, more = TRAINED[command]
     more = (*more, "--save_steps", "1")
     named = words_of(folder, f"{name}.jsonl", "named", *more)
-    assert main([command, *named, "--without_rows", NAMED]) == 0, capsys.readouterr().err
+    assert main([command, *named, "--without_rows", NAMED[name]]) == 0, capsys.readouterr().err
     said = capsys.readouterr()
-    assert (
-        f"7 rows left out: named by --without_rows ({name}.jsonl, lines 1, 4, 12, ...)" in said.err
-    )
-    assert "next, to see which losses fell" not in said.out, "score would read all of the file"
+    lines = f"{name}.jsonl, lines {BROKEN[name]}, 4, 12, ..."
+    assert f"7 rows left out: named by --without_rows ({lines})" in said.err
+    losses = "next, to see which losses fell"
+    assert losses not in said.out, "it would read the lines that were left out"
     cut = words_of(folder, f"few-{name}.jsonl", "cut", *more)
     assert main([command, *cut]) == 0, capsys.readouterr().err
     assert same_weights(folder / "named", folder / "cut")
-    capsys.readouterr()
-    assert main([command, *named, "--resume", "--without_rows", "1,3,12-16"]) == 2
+    assert (losses in capsys.readouterr().out) == (command == "sft")
+    assert main([command, *named, "--resume", "--without_rows", f"{BROKEN[name]},5,12-16"]) == 2
     assert "train_dataset" in capsys.readouterr().err.splitlines()[-1]
-    assert main([command, *named, "--resume", "--without_rows", "16,4,1,12-15"]) == 0
+    again = f"16,4,{BROKEN[name]},12-15"
+    assert main([command, *named, "--resume", "--without_rows", again]) == 0
     assert same_weights(folder / "named", folder / "cut")
 
 
@@ -336,14 +341,14 @@ def test_every_arm_of_a_race_is_without_them(
     race += ["--looks", "2", "--stop_after_looks", "--arms", "half:policy=random,keep_ratio=0.5"]
     race += ["--max_steps", "3", "--save_strategy", "no"]
     named = words_of(folder, "rows.jsonl", "named", *race)
-    assert main(["race", *named, "--without_rows", NAMED]) == 0, capsys.readouterr().err
+    assert main(["race", *named, "--without_rows", NAMED["rows"]]) == 0, capsys.readouterr().err
     assert main(["race", *words_of(folder, "few-rows.jsonl", "cut", *race)]) == 0
     one, two = (json.loads((folder / out / "race.json").read_text()) for out in ("named", "cut"))
     assert one["losses"] == two["losses"]
     assert {*one["losses"]["2"]} == {"all", "half"}
     then = capsys.readouterr().out
-    assert f"--without_rows {NAMED}" in then
-    assert main(["race", *named, "--resume", "--without_rows", "1,3,12-16"]) == 2
+    assert f"--without_rows {NAMED['rows']}" in then
+    assert main(["race", *named, "--resume", "--without_rows", "2,5,12-16"]) == 2
     assert "train_dataset" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -352,17 +357,18 @@ def test_show_shows_the_others(name: str, folder: Path, capsys: pytest.CaptureFi
     """And the command that it ends with has the option; pairs are told by the first good row."""
     file = str(folder / f"{name}.jsonl")
     words = ["show", file, "--model_name_or_path", str(folder / "model"), "--rows", "99"]
-    assert main([*words, "--without_rows", NAMED]) == 0, capsys.readouterr().err
+    assert main([*words, "--without_rows", NAMED[name]]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out.splitlines()
     shown = dict.fromkeys(
         line.split("line ")[1].strip(")").split(",")[0] for line in out if line.startswith("row ")
     )
-    assert [*map(int, shown)] == [2, 3, 5, 6, 8, 9, 10, 11]
+    assert [*map(int, shown)] == [3 - BROKEN[name], 3, 5, 6, 8, 9, 10, 11]
     items = "rows" if name == "rows" else "pairs"
-    assert f"7 {items} left out: named by --without_rows ({name}.jsonl, lines 1, 4, 12, ...)" in out
+    lines = f"{name}.jsonl, lines {BROKEN[name]}, 4, 12, ..."
+    assert f"7 {items} left out: named by --without_rows ({lines})" in out
     command = shlex.split(out[-1].removeprefix("next: alphatoken "))
     assert command[0] == ("sft" if name == "rows" else "dpo")
-    assert command[command.index("--without_rows") + 1] == NAMED
+    assert command[command.index("--without_rows") + 1] == NAMED[name]
     assert "--on_bad_rows" not in command
     assert main([*words, "--without_rows", "99"]) == 2
     assert "--without_rows: 99; the rows are" in capsys.readouterr().err
