@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import os
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, NoReturn, get_type_hints
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, TrlParser
 from trl.trainer.model_config import ModelConfig
 
+from alphatoken.cli.named_rows import as_typed
 from alphatoken.cli.recipes import Recipe, close_to, packaged_file, recipes_of
 from alphatoken.cli.training_options import SOURCES, RaceArguments, RowArguments, RunArguments
 from alphatoken.config import RESEARCH
@@ -126,6 +128,8 @@ def read_arguments(
     if unknown:
         raise _unknown(unknown[0], parser, "the command line")
     _apply_null_and_source(options, words)
+    options.without_rows = as_typed(options.without_rows)
+    _refuse_numbers_of_another_file(options, recipes, words)
     template = getattr(options, "chat_template_path", None)  # dpo has none
     if template is not None:
         options.chat_template_path = packaged_file(template) or template
@@ -306,6 +310,31 @@ def _apply_null_and_source(options: argparse.Namespace, words: Sequence[str]) ->
     for name in SOURCES if named else ():
         if name not in typed_names:
             setattr(options, name, [] if name == "datasets" else None)
+
+
+def _refuse_numbers_of_another_file(
+    options: argparse.Namespace, recipes: Sequence[Recipe], words: Sequence[str]
+) -> None:
+    """Refuse numbers of rows that a recipe names beside another training file than the run's.
+
+    Raises:
+        ConfigError: the run's file would lose rows that nobody meant.
+    """
+    file: str | None = None
+    own: str | None = None
+    for recipe in recipes:
+        said = {name.replace("-", "_"): value for name, value in recipe.options.items()}
+        file = said.get("train_file", file)
+        own = file if "without_rows" in said else own
+    numbers, train_file = options.without_rows, options.train_file
+    if own is None or "without_rows" in named_options(words) or None in (numbers, train_file):
+        return
+    if os.path.realpath(own) != os.path.realpath(train_file):
+        raise ConfigError(
+            "without_rows of a recipe names rows of another file",
+            got=f"{numbers} of {own}, and --train_file {train_file}",
+            remedy="--without_rows with numbers of this file, or --without_rows null",
+        )
 
 
 def _refuse_other(recipe: Recipe, command: str, race: bool, words: Sequence[str]) -> None:

@@ -42,9 +42,9 @@ examples
   alphatoken show pairs.jsonl --model_name_or_path MODEL --rows 1"""
 
 _OF_ROWS = (
-    "train_limit", "prompt_column", "response_column", "messages_column", "chosen_column",
-    "rejected_column", "unread_columns", "turns", "chat_template", "on_bad_rows", "on_empty",
-    "long_prompts",
+    "train_limit", "without_rows", "prompt_column", "response_column", "messages_column",
+    "chosen_column", "rejected_column", "unread_columns", "turns", "chat_template", "on_bad_rows",
+    "on_empty", "long_prompts",
 )  # fmt: skip
 
 

@@ -104,8 +104,8 @@ def _has_pairs(request: ShowRequest) -> bool:
     file = next(named, None) if request.file is None else request.file
     if file is None or not Path(file).exists():
         return False
-    for row in islice(find_source(file).read(), 1):
-        names = row.record if isinstance(row.record, dict) else {}
+    records = (row.record for row in find_source(file).read())
+    for names in islice((own for own in records if isinstance(own, dict)), 1):
         return all(any(names.get(n) is not None for n in some) for some in (CHOSEN, REJECTED))
     return False
 

@@ -456,7 +456,9 @@ def _losses_command(arguments: Any, model: Any) -> str:
         max_length=min(lengths, default=None),
         output_dir=str(Path(args.output_dir) / RESULTS / "losses"),
     )
-    for file in filter(None, (data.validation_file, data.train_file)):
+    # There it would value the rows that were left out by their numbers as well.
+    train_file = data.train_file if data.without_rows is None else None
+    for file in filter(None, (data.validation_file, train_file)):
         options.train_file = file
         if _is_read(options):
             more = ["--reference", args.output_dir, "--output_dir", options.output_dir]

@@ -48,6 +48,12 @@ class RowArguments(ColumnOptions, LeftOutOptions):
         None, "Local rows to train on: a data file or a folder (instead of dataset_name)."
     )
     train_limit: int | None = option(None, "Use at most this many training rows, the first ones.")
+    without_rows: str | None = option(
+        None,
+        "Training rows to leave out, by their numbers as messages and pages name them, joined by "
+        "commas (4,13,15-18): lines of a text file, items of a JSON list, rows of a Parquet file.",
+        metavar="NUMBERS",
+    )
     validation_file: str | None = option(
         None, "FILE of the validation rows; without it they are drawn from the training rows."
     )

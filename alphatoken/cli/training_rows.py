@@ -13,6 +13,7 @@ from typing import Any
 from alphatoken import FisherDrift
 from alphatoken.cli.arguments import Arguments
 from alphatoken.cli.held_apart import Item, came_as_tokens, item_keys, take_apart
+from alphatoken.cli.named_rows import of_no_file, read_numbers, rows_but_named
 from alphatoken.cli.race_rows import left_out_columns, read_race_rows, rows_of_race
 from alphatoken.cli.training_options import FILES, SOURCES, missing_files
 from alphatoken.data import (
@@ -68,11 +69,14 @@ def check_rows(arguments: Arguments, *, reads_fisher: bool | None = None) -> Non
 
     Raises:
         ConfigError: no source of the training rows or two, a missing file, a stream, evaluation
-            without rows; labels of the last answer and of all of a row; values or a policy without
-            validation rows; a Fisher that nothing reads.
+            without rows; numbers of rows that are none, or of no file; labels of the last answer
+            and of all of a row; values or a policy without validation rows; a Fisher that nothing
+            reads.
     """
     own = arguments.training.reads_fisher if reads_fisher is None else reads_fisher
     raise_first(chain(_refused_sources(arguments), _refused_rows(arguments, own)))
+    if arguments.data.without_rows is not None:
+        read_numbers(arguments.data.without_rows)
 
 
 def _refused_sources(arguments: Arguments) -> Iterator[ConfigError]:
@@ -86,6 +90,8 @@ def _refused_sources(arguments: Arguments) -> Iterator[ConfigError]:
             "recipe datasets (TRL's mixture)",
         )
     yield from missing_files({name: getattr(data, name) for name in FILES})
+    if data.without_rows is not None and data.train_file is None:
+        yield of_no_file(data.without_rows, f"rows of {sources[0]}")
     for name in ("dataset_streaming", "streaming"):
         if getattr(data, name):
             yield ConfigError(
@@ -207,7 +213,10 @@ class RowReader:
         """Training rows from the file, the hub, or a mixture of data sets."""
         data = self.data
         if data.train_file is not None:
-            return self.file_rows(data.train_file, "training", data.train_limit)
+            source = find_source(data.train_file)
+            survey = source.survey()
+            records = rows_but_named(source, data.without_rows, data.train_limit, survey)
+            return self._usable(records, survey, "training")
         if data.datasets:
             return self._usable(_of_mixture(data), Survey("datasets"), "training", data.train_limit)
         assert data.dataset_name is not None  # see check_rows
@@ -215,10 +224,10 @@ class RowReader:
         survey = Survey(Path(data.dataset_name).name)
         return self._usable(records, survey, "training", data.train_limit)
 
-    def file_rows(self, path: str, name: str, limit: int | None = None) -> list[Item]:
+    def file_rows(self, path: str, name: str) -> list[Item]:
         """Rows of a local file or folder, called ``name``."""
         source = find_source(path)
-        return self._usable(source.read(), source.survey(), name, limit)
+        return self._usable(source.read(), source.survey(), name)
 
     def dataset(self, items: Sequence[Item], *, weighed: bool = False) -> Any:
         """A data set in TRL's form; with the weights of its rows, where they are ``weighed``."""

@@ -68,6 +68,11 @@ class SourceRow:
     place: str
     record: Record | DataError
 
+    @property
+    def number(self) -> int:
+        """That of its line, item or row, with which its place ends."""
+        return int(self.place.rpartition(" ")[2])
+
 
 # --- rows of records ------------------------------------------------------------------------------
 

@@ -44,6 +44,14 @@ PLACES = claim(
     st.integers(1, 20),
     examples=150,
 )
+NAMED = claim(
+    test_corpus.test_rows_left_out_by_number,
+    test_corpus.lines(8),
+    st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    st.lists(st.integers(0, 45), max_size=1),
+    st.one_of(st.none(), st.integers(1, 40)),
+    examples=150,
+)
 SPLIT = claim(
     test_corpus.test_corpus,
     test_corpus.lines(8),
@@ -153,6 +161,12 @@ CORPORA = (
     row("last-of-two-values-kept", PLACES,
         "of a key that stands twice in an object the last value counts",
         ("data.file_kinds._once_each", "if len(members) < len(pairs):", "if False:")),
+    row("rows-named-by-their-count", NAMED,
+        "rows are left out by their count in the file, which blank lines are no part of",
+        ("cli.named_rows.rows_but_named", "row.number in named", "row.index + 1 in named")),
+    row("numbers-of-no-row", NAMED,
+        "a number that no row has leaves nothing out",
+        ("cli.named_rows._named", "if number not in there", "if False")),
     row("drawn-rows-are-trained-on", SPLIT,
         "rows that were drawn for validation are valued where no other rule removes them",
         ("score.job.Corpus._example", "if row.index in self.drawn:", "if False:")),

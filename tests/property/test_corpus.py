@@ -24,10 +24,12 @@ from alphatoken import (
     ScorerConfig,
     select_top,
 )
+from alphatoken.cli.named_rows import rows_but_named
 from alphatoken.config import ESTIMATORS, WALK
 from alphatoken.data import Example, Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources
 from alphatoken.data.split import leak_keys
+from alphatoken.data.survey import Survey
 from alphatoken.score.job import Corpus, _options_in_force, draw_rows
 from alphatoken.score.results import best_rows
 from alphatoken.select.masks import keep_count, top_mask
@@ -162,6 +164,45 @@ def test_rows_from_any_place(lines: Sequence[Any], stride: int, start: int, more
         path.write_bytes(b"\n".join(_line(line, good=False) for line in lines))
         with mock.patch.object(sources, "STRIDE", stride):
             _check_places(path, lines, start, more)
+
+
+def _left(path: Path, said: str | None, limit: int | None) -> tuple[list[int], int] | None:
+    """Numbers of the rows that are not left out, and how many are; None if that is refused."""
+    survey = Survey(path.name)
+    try:
+        rows = list(rows_but_named(sources.find_source(path), said, limit, survey))
+    except InputError:
+        return None
+    return [row.number for row in rows], survey.left.total()
+
+
+@given(
+    lines(),
+    st.lists(st.integers(0, 40), max_size=6),
+    st.lists(st.integers(0, 45), max_size=1),
+    st.one_of(st.none(), st.integers(1, 40)),
+)
+def test_rows_left_out_by_number(
+    lines: Sequence[Any], picks: Sequence[int], others: Sequence[int], limit: int | None
+) -> None:
+    """Rows of a JSONL file but those of these lines; a line without a row, or all, is refused.
+
+    Proves: rows left out by number (exact), against the lines themselves.
+    """
+    numbered = enumerate(lines, start=1)
+    rows = [n for n, line in numbered if _line(line, good=False).strip()][:limit]
+    if not rows:
+        return
+    first = [rows[pick % len(rows)] for pick in picks]
+    named = {*first, *others}
+    words = [f"{n}-{n + 1}" if n + 1 in named else str(n) for n in [*first, *others]]
+    due = [n for n in rows if n not in named]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        path.write_bytes(b"\n".join(_line(line, good=False) for line in lines))
+        found = _left(path, ",".join(words) or None, limit)
+    refused = not due or not named <= {*rows}
+    assert found == (None if refused else (due, len(named)))
 
 
 def _tokens(example: Example) -> tuple[int, str, list[int], list[int]]:
