@@ -7,7 +7,6 @@ say of an arm, and recipes give way to it as they do to what is typed.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import shutil
 import sys
@@ -40,6 +39,7 @@ def run(words: Sequence[str]) -> int:
     configuration, kind = training.trainer_of(command, words)
     from alphatoken.cli.arguments import named_options, read_arguments, without_unread_rows
     from alphatoken.cli.training_rows import check_rows
+    from alphatoken.cli.without_race import words_of
     from alphatoken.train.refusals import raise_first
 
     def read(*over: str) -> Any:
@@ -51,7 +51,7 @@ def run(words: Sequence[str]) -> int:
     raise_first(_refused(arguments, named_options(words)))
     arms = read_arms(arguments.race.arms)
     # Whatever one arm cannot have is said before any work, and so is what rows cannot give it.
-    by_arm = {arm.name: read(*_words(arm.options)) for arm in arms}
+    by_arm = {arm.name: read(*words_of(arm.options)) for arm in arms}
     raise_first(_refused_arms(by_arm))
     _require_read_value(words, arguments.run.value, by_arm)
     own = set.intersection(*({*arm.options} for arm in arms if arm.name != ALL))
@@ -149,17 +149,6 @@ def _clear_race(arguments: Any) -> None:
         shutil.rmtree(folder / ARMS, ignore_errors=True)
 
 
-def _words(options: Mapping[str, Any]) -> list[str]:
-    """Options as they are typed."""
-    words = []
-    for name, value in options.items():
-        text = json.dumps(value) if isinstance(value, (bool, dict, list)) else str(value)
-        if name == "layers" and isinstance(value, list):  # "4," is one index, "4" the last four
-            text = "".join(f"{index}," for index in value)
-        words += [f"--{name}", "null" if value is None else text]
-    return words
-
-
 def _say(line: str) -> None:
     if is_first_process():
         print(f"note: {line}", file=sys.stderr, flush=True)
@@ -241,9 +230,23 @@ class _Command:
                 print(f"next: {command}", flush=True)
             return
         arguments = self._by_arm[result.winner]
-        training.train(arguments, race.winner(result), [], going_on=True)
+        training.train(arguments, race.winner(result), [], arm=result.winner)
         if is_first_process():
-            write_race_page(folder / PAGE, result, trained=True)
+            alone = self._alone(race.arms[result.winner])
+            write_race_page(folder / PAGE, result, alone, trained=True)
+            if alone:
+                print(f"to train this way without a race: {alone}", flush=True)
+
+    def _alone(self, arm: Arm) -> str:
+        """The command that trains as an arm does; read anew, as trainers change what they get."""
+        from alphatoken.cli.arguments import without_unread_rows
+        from alphatoken.cli.without_race import command_of_arm, words_of
+
+        own = self._read(*words_of(arm.options))
+        args = own.training
+        return command_of_arm(
+            without_unread_rows(own, args.reads_fisher, args.reads_retention), arm
+        )
 
     def _going_on(self) -> str:
         words = [w for w in self._arguments.words if w not in ("--stop_after_looks", "--resume")]
@@ -257,11 +260,12 @@ class _Command:
                 _say(f"{name}: {option} of the run gives way to this arm: it is {value!r} there")
 
     def _make(self, arm: Arm, folder: Path) -> Any:
+        from alphatoken.cli.without_race import words_of
         from alphatoken.race.runner import datasets_of, options_in
 
         arguments, args = self._by_arm[arm.name], self._arguments.training
         if own := options_in(folder, args):
-            arguments = self._read(*_words({**arm.options, **own}))
+            arguments = self._read(*words_of({**arm.options, **own}))
         train, places = self._train_rows(arm)
         datasets = datasets_of(arguments.training, self._datasets)
         datasets |= {"train_dataset": train, "train_places": places}

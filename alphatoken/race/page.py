@@ -141,7 +141,8 @@ def write_race_page(
     Args:
         path: of the file.
         result: after any of its looks.
-        command: that goes on with the run.
+        command: that goes on with the run; once it is trained, one that trains as the winner
+            does without a race, or "".
         trained: whether the winner has been trained to the end, into the folder of the page.
     """
     state, outcome = result.state, result.outcome
@@ -151,11 +152,12 @@ def write_race_page(
         _cost(result, trained),
         Section("limits", "What a race does not say", remarks=LIMITS),
     ]
+    html = f'<code class="command">{escape(command)}</code>' if command else ""
     if trained:
         end = f"'{result.winner}' was trained to step {state.steps}: {path.parent}"
-        sections.append(Section("command", "The trained model", remarks=[end]))
+        remarks = [end, *(["To train this way without a race:"] if command else [])]
+        sections.append(Section("command", "The trained model", remarks=remarks, html=html))
     elif command:
-        html = f'<code class="command">{escape(command)}</code>'
         sections.append(Section("command", "To go on with the run", html=html))
     digests = {"rows", "start", "run"}
     settings = {n: value for n, value in state.settings.items() if n not in digests}
