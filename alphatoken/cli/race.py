@@ -23,7 +23,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.presets import values_in_words
 from alphatoken.race.arms import ALL, Arm, read_arms
 from alphatoken.support.progress import is_first_process
-from alphatoken.support.storage import no_empty_folder, open_line
+from alphatoken.support.storage import no_empty_folder, open_line, read_json
 
 
 def run(words: Sequence[str]) -> int:
@@ -64,6 +64,7 @@ def run(words: Sequence[str]) -> int:
     for name, own in by_arm.items():
         if own.training.needs_values:
             _say(f"{name}: values: {values_in_words(own.training)}")
+    raise_first(_refused_second(arguments))
     training.check_output(arguments)
     training.check_launch(arguments)
     training.clear_output(arguments)
@@ -136,6 +137,25 @@ def _require_read_value(words: Sequence[str], value: str | None, by_arm: Mapping
             got=f"--value {value}, --arms {' '.join(name for name in by_arm if name != ALL)}",
             why="an arm of its own estimator values tokens by that one",
             remedy=f"--arms {value}-80, or leave one of the two out",
+        )
+
+
+def _refused_second(arguments: Any) -> Iterator[ConfigError]:
+    """A race in a folder where one has ended: its verdict can be had without another."""
+    from alphatoken.race.runner import STATE
+
+    run, path = arguments.run, Path(arguments.training.output_dir) / STATE
+    if run.resume or run.overwrite_output or not is_first_process():
+        return
+    ended = (read_json(path) or {}).get("outcome") or {}
+    if winner := ended.get("winner"):
+        yield ConfigError(
+            "the output folder holds a race that has ended",
+            got=f"'{winner}' won: {path}",
+            why="two races would be mixed in it",
+            remedy="--resume shows its verdict again, and trains the winner on where that has not "
+            "ended; --overwrite_output starts anew (its checkpoints are removed); or another "
+            "--output_dir",
         )
 
 

@@ -665,12 +665,19 @@ def test_the_command_stops_and_goes_on(place: Path, capsys: pytest.CaptureFixtur
     page = (place / "stopped" / "race.html").read_text("utf-8")
     assert page.index("What a race does not say") < page.index('class="command">alphatoken race')
     assert not (place / "stopped" / "model.safetensors").exists()
+    winner = json.loads((place / "stopped" / "race.json").read_text())["outcome"]["winner"]
     assert main(["race", *own]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"the output folder holds a race that has ended. Got: '{winner}' won" in err
+    assert "--resume shows its verdict again" in err
     assert main(shlex.split(then.removeprefix("next: alphatoken "))) == 0
     assert (place / "stopped" / "model.safetensors").exists()
     page = (place / "stopped" / "race.html").read_text("utf-8")
     assert f"was trained to step 5: {place / 'stopped'}" in page
+    (said,) = [line for line in out.splitlines() if " step 2 of 5" in line]
+    capsys.readouterr()
+    assert main(["race", *own, "--resume"]) == 0
+    assert f"{said}\n" in capsys.readouterr().out
     (line,) = re.findall('class="command">(.*?)</code>', page)
     assert line.startswith("alphatoken sft ")
     assert main(["race", *own, "--overwrite_output", "--stop_after_looks"]) == 0
