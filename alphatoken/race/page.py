@@ -199,14 +199,18 @@ def _column(state: RaceState, name: str, looks: Sequence[dict[str, Difference]])
         )
     except ConfigError as missing:  # matplotlib, which is an extra
         picture, note = "", str(missing)
+    if before := state.before.get(name):
+        loss = _mean(before, state.tokens[name])
+        first = {"step": 0, "arm": "before training", "shown": number(None), "loss": loss}
+        records.insert(0, first)
     columns: list[Any] = [
         ("step", "number", [str(one["step"]) for one in records]),
         ("arm", "words", [str(one["arm"]) for one in records]),
         # On a narrow screen the first columns are in view: what decides is one of them.
         ("difference", "number", [one["shown"] for one in records]),
         ("loss", "number", [number(one["loss"], 4) for one in records]),
-        ("loss of 'all'", "number", [number(one["loss_of_all"], 4) for one in records]),
-        ("standard error", "number", [number(one["error"], 2) for one in records]),
+        ("loss of 'all'", "number", [number(one.get("loss_of_all"), 4) for one in records]),
+        ("standard error", "number", [number(one.get("error"), 2) for one in records]),
     ]
     html = picture + table_html(columns, f"Differences on the {name} rows")
     return Section(name, f"{name.capitalize()} rows", html=html, notes=[note] if note else [])

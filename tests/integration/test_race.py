@@ -163,6 +163,7 @@ def test_a_race_that_was_killed_goes_on_to_the_same_bits(
     result = world.won_by("half", resume=True)
     whole = world.won_by("half", "whole")
     assert result.state.losses == whole.state.losses
+    assert result.state.before == whole.state.before
     assert result.outcome == whole.outcome
     assert same_weights(result.trainer, whole.trainer)
     assert same_weights(result.trainer, world.alone("half", "alone"))

@@ -140,6 +140,19 @@ def test_each_arm_ends_with_what_was_seen_of_it(tmp_path: Path) -> None:
     assert cells == ["does not go on", "goes on", "better", "no difference seen"]
 
 
+def test_the_loss_before_training_stands_first(tmp_path: Path) -> None:
+    """Beside it one sees whether an arm learned anything; a race that began without has none."""
+    result = raced({"half": (-0.02, CLEAR)})
+    for before in ({"choosing": [3.0] * (ROWS - 1) + [3.5]}, {}):
+        result.state.before = before
+        text = page_of(result, tmp_path).read_text("utf-8")
+        table = text.partition("Differences on the choosing rows")[2].partition("</table>")[0]
+        rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in table.split("<tr>")[2:]]
+        assert [row[1] for row in rows] == [*(["before training"] if before else []), "half"]
+        assert not before or rows[0] == ["0", "before training", "–", "3.042", "–", "–"]
+    assert verdict(result) == verdict(raced({"half": (-0.02, CLEAR)}))
+
+
 def test_the_rows_of_a_race_are_one_sentence(tmp_path: Path) -> None:
     text = page_of(raced({"half": (0.0, UNCLEAR)}), tmp_path).read_text("utf-8")
     assert "12 choosing rows, which no arm trains on or values against." in text
