@@ -7,7 +7,6 @@ say of an arm, and recipes give way to it as they do to what is typed.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import shutil
 import sys
@@ -24,7 +23,7 @@ from alphatoken.errors import ConfigError
 from alphatoken.presets import values_in_words
 from alphatoken.race.arms import ALL, Arm, read_arms
 from alphatoken.support.progress import is_first_process
-from alphatoken.support.storage import no_empty_folder, open_line
+from alphatoken.support.storage import no_empty_folder, open_line, read_json
 
 
 def run(words: Sequence[str]) -> int:
@@ -40,6 +39,7 @@ def run(words: Sequence[str]) -> int:
     configuration, kind = training.trainer_of(command, words)
     from alphatoken.cli.arguments import named_options, read_arguments, without_unread_rows
     from alphatoken.cli.training_rows import check_rows
+    from alphatoken.cli.without_race import words_of
     from alphatoken.train.refusals import raise_first
 
     def read(*over: str) -> Any:
@@ -51,7 +51,7 @@ def run(words: Sequence[str]) -> int:
     raise_first(_refused(arguments, named_options(words)))
     arms = read_arms(arguments.race.arms)
     # Whatever one arm cannot have is said before any work, and so is what rows cannot give it.
-    by_arm = {arm.name: read(*_words(arm.options)) for arm in arms}
+    by_arm = {arm.name: read(*words_of(arm.options)) for arm in arms}
     raise_first(_refused_arms(by_arm))
     _require_read_value(words, arguments.run.value, by_arm)
     own = set.intersection(*({*arm.options} for arm in arms if arm.name != ALL))
@@ -64,6 +64,7 @@ def run(words: Sequence[str]) -> int:
     for name, own in by_arm.items():
         if own.training.needs_values:
             _say(f"{name}: values: {values_in_words(own.training)}")
+    raise_first(_refused_second(arguments))
     training.check_output(arguments)
     training.check_launch(arguments)
     training.clear_output(arguments)
@@ -139,6 +140,25 @@ def _require_read_value(words: Sequence[str], value: str | None, by_arm: Mapping
         )
 
 
+def _refused_second(arguments: Any) -> Iterator[ConfigError]:
+    """A race in a folder where one has ended: its verdict can be had without another."""
+    from alphatoken.race.runner import STATE
+
+    run, path = arguments.run, Path(arguments.training.output_dir) / STATE
+    if run.resume or run.overwrite_output or not is_first_process():
+        return
+    ended = (read_json(path) or {}).get("outcome") or {}
+    if winner := ended.get("winner"):
+        yield ConfigError(
+            "the output folder holds a race that has ended",
+            got=f"'{winner}' won: {path}",
+            why="two races would be mixed in it",
+            remedy="--resume shows its verdict again, and trains the winner on where that has not "
+            "ended; --overwrite_output starts anew (its checkpoints are removed); or another "
+            "--output_dir",
+        )
+
+
 def _clear_race(arguments: Any) -> None:
     """Remove an earlier race under ``--overwrite_output``."""
     if arguments.run.overwrite_output and is_first_process():
@@ -147,17 +167,6 @@ def _clear_race(arguments: Any) -> None:
         folder = Path(arguments.training.output_dir)
         (folder / STATE).unlink(missing_ok=True)
         shutil.rmtree(folder / ARMS, ignore_errors=True)
-
-
-def _words(options: Mapping[str, Any]) -> list[str]:
-    """Options as they are typed."""
-    words = []
-    for name, value in options.items():
-        text = json.dumps(value) if isinstance(value, (bool, dict, list)) else str(value)
-        if name == "layers" and isinstance(value, list):  # "4," is one index, "4" the last four
-            text = "".join(f"{index}," for index in value)
-        words += [f"--{name}", "null" if value is None else text]
-    return words
 
 
 def _say(line: str) -> None:
@@ -241,9 +250,23 @@ class _Command:
                 print(f"next: {command}", flush=True)
             return
         arguments = self._by_arm[result.winner]
-        training.train(arguments, race.winner(result), [], going_on=True)
+        training.train(arguments, race.winner(result), [], arm=result.winner)
         if is_first_process():
-            write_race_page(folder / PAGE, result, trained=True)
+            alone = self._alone(race.arms[result.winner])
+            write_race_page(folder / PAGE, result, alone, trained=True)
+            if alone:
+                print(f"to train this way without a race: {alone}", flush=True)
+
+    def _alone(self, arm: Arm) -> str:
+        """The command that trains as an arm does; read anew, as trainers change what they get."""
+        from alphatoken.cli.arguments import without_unread_rows
+        from alphatoken.cli.without_race import command_of_arm, words_of
+
+        own = self._read(*words_of(arm.options))
+        args = own.training
+        return command_of_arm(
+            without_unread_rows(own, args.reads_fisher, args.reads_retention), arm
+        )
 
     def _going_on(self) -> str:
         words = [w for w in self._arguments.words if w not in ("--stop_after_looks", "--resume")]
@@ -257,11 +280,12 @@ class _Command:
                 _say(f"{name}: {option} of the run gives way to this arm: it is {value!r} there")
 
     def _make(self, arm: Arm, folder: Path) -> Any:
+        from alphatoken.cli.without_race import words_of
         from alphatoken.race.runner import datasets_of, options_in
 
         arguments, args = self._by_arm[arm.name], self._arguments.training
         if own := options_in(folder, args):
-            arguments = self._read(*_words({**arm.options, **own}))
+            arguments = self._read(*words_of({**arm.options, **own}))
         train, places = self._train_rows(arm)
         datasets = datasets_of(arguments.training, self._datasets)
         datasets |= {"train_dataset": train, "train_places": places}

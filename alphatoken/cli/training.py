@@ -355,10 +355,17 @@ def check_launch(arguments: Any) -> None:
 # --- training -----------------------------------------------------------------------------------
 
 
-def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = False) -> None:
-    """Train to the end, and write the model; ``going_on`` from what is in the output folder."""
+def train(arguments: Any, trainer: Any, notes: list[str], *, arm: str = "") -> None:
+    """Train to the end, and write the model.
+
+    Args:
+        arguments: of the run.
+        trainer: of it.
+        notes: what is to be said before.
+        arm: name of the arm that won a race, and goes on from what is in the output folder.
+    """
     args, first = arguments.training, trainer.accelerator.is_main_process
-    resume = "auto" if arguments.run.resume or going_on else None
+    resume = "auto" if arguments.run.resume or arm else None
     resume = args.resume_from_checkpoint or resume
     notes += [
         f"{name} of the recipe gives way to other options of this run: it is "
@@ -388,7 +395,9 @@ def train(arguments: Any, trainer: Any, notes: list[str], *, going_on: bool = Fa
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=arguments.data.dataset_name)
     if first:
-        print(f"{counted(trainer.state.global_step, 'steps')} trained; model: {args.output_dir}")
+        steps = counted(trainer.state.global_step, "steps")
+        won = f"trained: '{arm}', all {steps}; the model is in {args.output_dir}"
+        print(won if arm else f"{steps} trained; model: {args.output_dir}")
         print(_about_page(args), _next_command(arguments, trainer.model), sep="\n", flush=True)
     trainer.accelerator.end_training()  # ends the process group too
 

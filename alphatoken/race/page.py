@@ -41,30 +41,81 @@ LIMITS = (
 
 
 def verdict(result: RaceResult) -> str:
-    """What the race came to, in a sentence or two."""
+    """What the race came to, in a few sentences: who goes on, and what is known of every arm."""
     state, outcome = result.state, result.outcome
     if not outcome.differences:
         return "No look is complete yet."
-    step = state.looks[len(outcome.differences) - 1]
-    rows = f"{state.settings['rows']['choosing']['rows']} choosing rows"
-    together = f"{1 - state.settings['level']:.3g}".rstrip("0").rstrip(".")
-    how = f"all intervals of the race hold together with probability {together}"
-    last = outcome.differences[-1]
+    others = [name for name in state.settings["arms"] if name not in (ALL, outcome.winner)]
+    # Arms that were measured at the last look first.
+    others.sort(key=lambda name: name not in outcome.differences[-1])
+    step = f"step {state.looks[len(outcome.differences) - 1]} of {state.steps}"
+    of_others = "; ".join(_told(result, name) for name in others)
     if outcome.winner is None:
-        return f"After the look at step {step} of {state.steps}: {_sides(outcome.left_at, last)}."
-    if outcome.winner != ALL:
-        won = last[outcome.winner]
-        of_pairs = state.unit != NATS_A_TOKEN
-        lower = "" if of_pairs else f" (perplexity {lower_perplexity(won.value)} lower)"
-        return (
-            f"'{outcome.winner}' wins: at step {step} of {state.steps} its loss on {rows} differs "
-            f"from that of 'all' by {_written(won)} {state.unit}{lower}, and {how}."
-        )
-    sides = _sides(outcome.left_at, last)
+        return f"After the look at {step}: {of_others}."
+    if outcome.winner == ALL:
+        return _all_goes_on(result, step, of_others)
+    won = outcome.differences[-1][outcome.winner]
+    of_pairs = state.unit != NATS_A_TOKEN
+    lower = "" if of_pairs else f" (perplexity {lower_perplexity(won.value)} lower)"
     return (
-        f"'all' wins (train on every token): at step {step} of {state.steps} no arm is better on "
-        f"{rows} beyond its interval, in {state.unit} ({sides}; {how})."
+        f"'{outcome.winner}' wins: at {step} its loss on {_choosing(state)} differs from that of "
+        f"'all' by {_written(won)} {state.unit}{lower}, and {_together(state)}."
+        + (f" Of the others: {of_others}." if others else "")
     )
+
+
+def _all_goes_on(result: RaceResult, step: str, of_others: str) -> str:
+    """The verdict where no arm won: the others are known to be worse, or no difference was seen."""
+    state, outcome = result.state, result.outcome
+    together = _together(state).capitalize()
+    rows, beside = _choosing(state), f"Beside 'all', in {state.unit}: {of_others}. {together}."
+    last = outcome.differences[-1]
+    if len(outcome.left_at) == len(state.settings["arms"]) - 1:
+        return f"'all' wins: by {step} every other arm has left the race, on {rows}. {beside}"
+    if any(one.high < 0 for one in last.values()):
+        return (
+            f"'all' goes on: at {step} no arm is better on {rows} and no worse on the retention "
+            f"rows. {beside}"
+        )
+    return (
+        f"Undecided: at {step} no arm is better than 'all' on {rows} beyond its interval, so 'all' "
+        f"goes on. {beside} A longer race or more choosing rows would see smaller differences."
+    )
+
+
+def _choosing(state: RaceState) -> str:
+    return f"{state.settings['rows']['choosing']['rows']} choosing rows"
+
+
+def _together(state: RaceState) -> str:
+    together = f"{1 - state.settings['level']:.3g}".rstrip("0").rstrip(".")
+    return f"all intervals of the race hold together with probability {together}"
+
+
+def _told(result: RaceResult, name: str) -> str:
+    """What is known of an arm, at the last look that it was measured at."""
+    outcome, state = result.outcome, result.state
+    if name in state.failures:
+        return f"'{name}' failed"
+    last = len(outcome.differences) - 1
+    look = outcome.left_at.get(name, last)
+    one = outcome.differences[look][name]
+    if one.low <= 0 <= one.high and outcome.winner == ALL:
+        if one.low == one.high:
+            return f"'{name}' does as 'all' does"
+        return f"'{name}' could be {number(-one.low, 2)} better or {number(one.high, 2)} worse"
+    seen = _seen(one)
+    if look < last:
+        seen += f", left at step {state.looks[look]}"
+    elif one.high < 0 and state.settings["keep_retention"]:
+        forgets = outcome.retention[look][name].low > 0
+        seen += ", but worse on the retention rows" if forgets else ""
+    return f"'{name}' {_written(one)} ({seen})"
+
+
+def _seen(one: Difference) -> str:
+    """What an interval says of an arm beside 'all'."""
+    return "better" if one.high < 0 else "worse" if one.low > 0 else "no difference seen"
 
 
 def lower_perplexity(difference: float) -> str:
@@ -76,12 +127,6 @@ def lower_perplexity(difference: float) -> str:
     ('0.6 %', '13 %')
     """
     return f"{-100 * math.expm1(difference):.2g} %"
-
-
-def _sides(left: dict[str, int], last: dict[str, Difference]) -> str:
-    sides = [f"'{name}' {_written(one)}" for name, one in last.items()]
-    sides += [f"'{name}' left" for name in left if name not in last]
-    return ", ".join(sides)
 
 
 def _written(one: Difference) -> str:
@@ -96,7 +141,8 @@ def write_race_page(
     Args:
         path: of the file.
         result: after any of its looks.
-        command: that goes on with the run.
+        command: that goes on with the run; once it is trained, one that trains as the winner
+            does without a race, or "".
         trained: whether the winner has been trained to the end, into the folder of the page.
     """
     state, outcome = result.state, result.outcome
@@ -106,11 +152,12 @@ def write_race_page(
         _cost(result, trained),
         Section("limits", "What a race does not say", remarks=LIMITS),
     ]
+    html = f'<code class="command">{escape(command)}</code>' if command else ""
     if trained:
         end = f"'{result.winner}' was trained to step {state.steps}: {path.parent}"
-        sections.append(Section("command", "The trained model", remarks=[end]))
+        remarks = [end, *(["To train this way without a race:"] if command else [])]
+        sections.append(Section("command", "The trained model", remarks=remarks, html=html))
     elif command:
-        html = f'<code class="command">{escape(command)}</code>'
         sections.append(Section("command", "To go on with the run", html=html))
     digests = {"rows", "start", "run"}
     settings = {n: value for n, value in state.settings.items() if n not in digests}
@@ -119,7 +166,7 @@ def write_race_page(
         "A race of short runs",
         verdict(result),
         sections,
-        rows=[f"{'; '.join(counts)}; which no arm trains on or values against."],
+        rows=[f"{' and '.join(counts)}, which no arm trains on or values against."],
         settings=settings,
     )
     write_text(path, page)
@@ -144,6 +191,7 @@ def _column(state: RaceState, name: str, looks: Sequence[dict[str, Difference]])
                 series="arm",
                 guides=(Guide(0.0, "y", "all"),),
                 ylabel=state.unit,
+                limits=((0, None), None),  # a single look would have an axis around it alone
             )
         )
         picture = pictures_html(
@@ -151,13 +199,18 @@ def _column(state: RaceState, name: str, looks: Sequence[dict[str, Difference]])
         )
     except ConfigError as missing:  # matplotlib, which is an extra
         picture, note = "", str(missing)
+    if before := state.before.get(name):
+        loss = _mean(before, state.tokens[name])
+        first = {"step": 0, "arm": "before training", "shown": number(None), "loss": loss}
+        records.insert(0, first)
     columns: list[Any] = [
         ("step", "number", [str(one["step"]) for one in records]),
         ("arm", "words", [str(one["arm"]) for one in records]),
-        ("loss", "number", [number(one["loss"], 4) for one in records]),
-        ("loss of 'all'", "number", [number(one["loss_of_all"], 4) for one in records]),
+        # On a narrow screen the first columns are in view: what decides is one of them.
         ("difference", "number", [one["shown"] for one in records]),
-        ("standard error", "number", [number(one["error"], 2) for one in records]),
+        ("loss", "number", [number(one["loss"], 4) for one in records]),
+        ("loss of 'all'", "number", [number(one.get("loss_of_all"), 4) for one in records]),
+        ("standard error", "number", [number(one.get("error"), 2) for one in records]),
     ]
     html = picture + table_html(columns, f"Differences on the {name} rows")
     return Section(name, f"{name.capitalize()} rows", html=html, notes=[note] if note else [])
@@ -214,15 +267,17 @@ def _cost(result: RaceResult, trained: bool) -> Section:
         fates[name] = "runs" if left is None else f"left at step {state.looks[left]}"
         if outcome.winner is not None and left is None:
             goes_on = "trained to the end" if trained else "goes on"
-            fates[name] = goes_on if name == outcome.winner else "not better"
+            one = outcome.differences[-1].get(name)
+            seen = "does not go on" if one is None else _seen(one)
+            fates[name] = goes_on if name == outcome.winner else seen
         if name in state.failures:
             fates[name] = f"failed: {state.failures[name]}"
     columns: list[Any] = [
         ("arm", "words", list(by_arm)),
+        ("outcome", "words", list(fates.values())),
         ("options", "words", [setting_text(state.settings["arms"][name]) for name in by_arm]),
         ("steps", "number", [str(steps) for steps in by_arm.values()]),
         ("seconds", "number", [f"{state.seconds.get(name, 0.0):.0f}" for name in by_arm]),
-        ("outcome", "words", list(fates.values())),
     ]
     remarks = [cost(result)] if outcome.winner else []
     return Section("arms", "Arms and cost", remarks=remarks, html=table_html(columns, "Arms"))

@@ -89,6 +89,8 @@ class RaceState:
         losses: step of a look -> arm -> column -> loss of each row, in its ``unit``.
         failures: arm -> why its training ended before a look.
         seconds: arm -> time that it took up to the last look.
+        before: column -> loss of each row before training, which decides nothing; empty in a race
+            that began without.
     """
 
     settings: dict[str, Any]
@@ -97,6 +99,7 @@ class RaceState:
     losses: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    before: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -152,6 +155,8 @@ class RaceResult:
 class _Looks(TrainerCallback):
     """Saves at each look, and stops at one of them, before which it has the arm measured.
 
+    Before its first step the arm is measured as well.
+
     Attributes:
         stop: step of that look; None to go on to the end.
     """
@@ -159,6 +164,11 @@ class _Looks(TrainerCallback):
     def __init__(self, looks: Sequence[int], measure: Callable[[int], None]) -> None:
         self._looks, self._measure = tuple(looks), measure
         self.stop: int | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Of the model as it is trained: on its device, in its arithmetic."""
+        if state.global_step == 0:
+            self._measure(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measured before the checkpoint is written: whoever finds that finds the losses too."""
@@ -533,7 +543,7 @@ class Race:
             self._require_same_run(trainer)
         self._require_same_start(trainer, arm)
         trainer.args.max_steps = self.state.steps
-        looks = _Looks(self.state.looks, partial(self._measure, trainer, arm, rows))
+        looks = _Looks(self.state.looks, partial(self._look, trainer, arm, rows))
         trainer.add_callback(looks)
         return trainer, looks
 
@@ -590,6 +600,17 @@ class Race:
             own["unit"] = "nats a pair"
         return RaceState({"steps": steps, **self._settings(), **own})
 
+    def _look(
+        self, trainer: Any, arm: Arm, rows: Mapping[str, list[dict[str, Any]]], step: int
+    ) -> None:
+        """Measure an arm at a look; before the first step that which begins, once for all arms."""
+        if step:
+            self._measure(trainer, arm, rows, step)
+        elif arm.name == ALL and not self.state.before:
+            columns = {name: row_losses(trainer, own)[0] for name, own in rows.items()}
+            self.state.before = Ranks(trainer.accelerator).broadcast_object(columns)
+            self._write()
+
     def _measure(
         self, trainer: Any, arm: Arm, rows: Mapping[str, list[dict[str, Any]]], step: int
     ) -> None:
@@ -642,14 +663,14 @@ def _read_state(path: Path) -> RaceState | None:
         return None
     content = read_json(path) or {}
     names = {one.name for one in fields(RaceState)}
-    if not names <= content.keys():
+    if not names - {"before"} <= content.keys():
         raise DataError(
             "the state of the race cannot be read",
             got=str(path),
             why="it was altered, or is of another program",
             remedy="--overwrite_output, or another folder",
         )
-    return RaceState(**{name: content[name] for name in names})
+    return RaceState(**{name: content[name] for name in names & content.keys()})
 
 
 def _facts_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

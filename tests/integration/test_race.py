@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import socket
 from collections.abc import Callable, Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,7 @@ def test_a_race_that_was_killed_goes_on_to_the_same_bits(
     result = world.won_by("half", resume=True)
     whole = world.won_by("half", "whole")
     assert result.state.losses == whole.state.losses
+    assert result.state.before == whole.state.before
     assert result.outcome == whole.outcome
     assert same_weights(result.trainer, whole.trainer)
     assert same_weights(result.trainer, world.alone("half", "alone"))
@@ -515,8 +518,8 @@ def test_the_command_and_the_run_of_its_winner(
     lower = 100 * (1 - math.exp(loss["half"] - loss["all"]))
     assert f"nats a token (perplexity {lower:.2g} % lower), and all intervals" in out
     assert "The arms that do not go on took 4 steps (80% of a whole run)" in out
-    assert "5 steps trained" in out
-    page, then = out.splitlines()[-2:]
+    assert f"trained: 'half', all 5 steps; the model is in {place / 'raced'}\n" in out
+    page, then, alone = out.splitlines()[-3:]
     assert page == "no page of values: policy 'random' weighs tokens without values"
     assert main(shlex.split(then.removeprefix("next, to see which losses fell: alphatoken "))) == 0
     capsys.readouterr()
@@ -525,6 +528,84 @@ def test_the_command_and_the_run_of_its_winner(
     one, two = (load_file(place / name / "model.safetensors") for name in ("raced", "alone"))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+    # Printed and on the page, it needs no word more.
+    command = alone.removeprefix("to train this way without a race: ")
+    shown = (place / "raced" / PAGE).read_text("utf-8").partition("The trained model")[2]
+    assert escape(command) in shown
+    assert main(shlex.split(command)[1:]) == 0
+    three = load_file(place / "raced-alone" / "model.safetensors")
+    assert all(torch.equal(one[name], three[name]) for name in one | three)
+
+
+WINNERS = [
+    ("sft", "all", "standard"),
+    ("sft", "walk-80", "top"),
+    ("sft", "validation-mix", "validation-mix"),
+    ("dpo", "walk-80", "top"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "arm", "policy"),
+    [pytest.param(*one, marks=() if one[1] == "walk-80" else pytest.mark.slow) for one in WINNERS],
+)
+def test_the_winner_of_a_recipes_race_is_trained_without_it(
+    command: str, arm: str, policy: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the printed line, which ends with the winner's weights; it leaves the recipe out."""
+    race_words = words(place, f"of-{command}-{arm}", "--config", "recommended")
+    race_words += ["--looks", "2", "--level", "1e-9"]
+    race_words += ["--choosing_file", str(place / "choosing.jsonl")]
+    if command == "dpo":
+        for seed, name in enumerate(("train", "validation", "choosing")):
+            rows = list(tiny.preference_rows(24, seed=seed))
+            at = race_words.index(f"--{name}_file")
+            race_words[at + 1] = str(jsonl(place / f"{name}-pairs.jsonl", rows))
+        race_words += ["--dpo", "--arms", "walk-80"]
+    with declared(arm):
+        assert main(["race", *race_words]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    start = f"to train this way without a race: alphatoken {command} "
+    assert line.startswith(start)
+    typed = shlex.split(line.removeprefix(start))
+    assert typed[typed.index("--policy") + 1] == policy
+    assert not {"--config", "--looks", "--level", "--choosing_file", "--arms", "--dpo"} & {*typed}
+    assert ("--estimator" in typed) == (policy == "top")
+    assert main([command, *typed]) == 0
+    one, two = (
+        load_file(place / f"of-{command}-{arm}{end}" / "model.safetensors")
+        for end in ("", "-alone")
+    )
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_command_of_an_arm_is_its_own_or_none(place: Path, tmp_path: Path) -> None:
+    """What a recipe of a race says of the run is typed; where an arm has fewer rows, nothing is."""
+    from alphatoken.cli.arguments import read_arguments
+    from alphatoken.cli.without_race import command_of_arm, words_of
+    from alphatoken.race.arms import read_arms
+    from alphatoken.train import AlphaSFTConfig
+
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("command: race\narms: [walk-80]\nlooks: [2]\nweight_decay: 0.25\n")
+    more = ["--overwrite_output", "--arms", "random", "without:source=web", f"--config={recipe}"]
+    typed = words(place, "arm", *more)
+    _, random, without = read_arms(["random", "without:source=web"])
+    own = {
+        arm.name: read_arguments(
+            "sft", typed, AlphaSFTConfig, race=True, over=words_of(arm.options)
+        )
+        for arm in (random, without)
+    }
+    assert command_of_arm(own[without.name], without) == ""
+    line = command_of_arm(own[random.name], random)
+    (place / "arm-alone").mkdir()
+    assert "--policy random --weight_decay 0.25" in line
+    assert line.endswith(f" --output_dir {place / 'arm-alone'}")
+    line = command_of_arm(own[random.name], random)
+    assert line.endswith(f" --output_dir {place / 'arm-alone-2'}")
+    assert not {"--overwrite_output", "--arms", "--estimator"} & {*shlex.split(line)}
 
 
 @pytest.mark.parametrize("command", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
@@ -585,13 +666,21 @@ def test_the_command_stops_and_goes_on(place: Path, capsys: pytest.CaptureFixtur
     page = (place / "stopped" / "race.html").read_text("utf-8")
     assert page.index("What a race does not say") < page.index('class="command">alphatoken race')
     assert not (place / "stopped" / "model.safetensors").exists()
+    winner = json.loads((place / "stopped" / "race.json").read_text())["outcome"]["winner"]
     assert main(["race", *own]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"the output folder holds a race that has ended. Got: '{winner}' won" in err
+    assert "--resume shows its verdict again" in err
     assert main(shlex.split(then.removeprefix("next: alphatoken "))) == 0
     assert (place / "stopped" / "model.safetensors").exists()
     page = (place / "stopped" / "race.html").read_text("utf-8")
     assert f"was trained to step 5: {place / 'stopped'}" in page
-    assert 'class="command"' not in page
+    (said,) = [line for line in out.splitlines() if " step 2 of 5" in line]
+    capsys.readouterr()
+    assert main(["race", *own, "--resume"]) == 0
+    assert f"{said}\n" in capsys.readouterr().out
+    (line,) = re.findall('class="command">(.*?)</code>', page)
+    assert line.startswith("alphatoken sft ")
     assert main(["race", *own, "--overwrite_output", "--stop_after_looks"]) == 0
     assert not list((place / "stopped").glob("checkpoint-*"))
 

@@ -12,10 +12,10 @@ import yaml
 
 from alphatoken.cli import main
 from alphatoken.cli.arguments import Arguments, read_arguments
-from alphatoken.cli.race import _words
 from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
 from alphatoken.cli.training import changed_options, check_launch
 from alphatoken.cli.training_rows import RowReader, check_rows
+from alphatoken.cli.without_race import words_of
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.race.arms import PACKAGED
 from alphatoken.train.dpo import AlphaDPOConfig
@@ -184,7 +184,7 @@ def test_the_recommended_arms_are_what_was_measured() -> None:
     assert rivals["options"]["per_device_train_batch_size"] == 2
     run = read_arguments(
         "sft", ["--config", "laptop-sft", "--config", "recommended", "--use_cpu"], AlphaSFTConfig,
-        race=True, over=_words(PACKAGED[arm]),
+        race=True, over=words_of(PACKAGED[arm]),
     ).training  # fmt: skip
     for name in (
         "policy", "keep_ratio", "estimator", "walk_steps", "objective", "retention",

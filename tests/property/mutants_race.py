@@ -16,6 +16,10 @@ FAILED = claim(test_race_decision.test_an_arm_that_failed_leaves)
 EPOCHS = claim(test_race_runs.test_epochs_are_the_steps_that_they_have, needs=NEEDS)
 LOSSES = claim(test_race_runs.test_losses_are_of_the_model_at_the_look, needs=NEEDS)
 TOUCHES = claim(test_race_runs.test_measuring_touches_nothing, needs=NEEDS)
+START = claim(
+    test_race_runs.test_the_start_is_measured_before_any_step, False, examples=1, needs=NEEDS,
+    tested=True,
+)  # fmt: skip
 WEIGHTS = claim(
     test_race_runs.test_weights_of_rows_race_against_none, True, "row", {}, examples=1,
     needs=NEEDS, tested=True,
@@ -113,6 +117,10 @@ RACES = (
     row("loss-of-a-row-summed", LOSSES,
         "a row's loss is not by token, and its tokens count twice",
         ("race.runner.row_losses", "losses.append(total / count)", "losses.append(total)")),
+    row("loss-before-training-of-its-first-look", START,
+        "what is shown as before training has been trained already",
+        ("race.runner.Race._look", "elif arm.name == ALL and not self.state.before:",
+         "if arm.name == ALL:")),
     row("all-without-the-rows-of-weight-0", WEIGHTS,
         "an arm that reads no weights trains on fewer rows than the one that does",
         ("train.python_rows.without_weights", "rest = dataset.remove_columns(",

@@ -171,6 +171,33 @@ def test_losses_are_of_the_model_at_the_look() -> None:
                 assert result.state.tokens["choosing"][number] == count
 
 
+@pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_start_is_measured_before_any_step(pairs: bool) -> None:
+    """Once, by row, of the model that all arms begin at; a race that goes on keeps it.
+
+    Proves: losses before training (exact), against those of a trainer that has taken no step.
+    """
+    with world(pairs=pairs) as small:
+        from transformers import set_seed
+
+        from alphatoken.race.runner import row_losses
+
+        result = small.race(stop_after_looks=True, level=1e-9)
+        args = small.args("untrained", policy="standard")
+        set_seed(args.seed)
+        untrained = small.kind(
+            model=small.model(), args=args, train_dataset=small.train,
+            validation_dataset=small.validation, **small.more,
+        )  # fmt: skip
+        rows = untrained.prepare_rows(small.choosing, "choosing")
+        due, _ = row_losses(untrained, rows)
+        assert result.state.before == {"choosing": pytest.approx(due, rel=1e-6)}
+        assert "before training" in (small.folder / "race" / "race.html").read_text("utf-8")
+        again = small.race(resume=True, level=1e-9)
+        assert again.state.before == result.state.before
+        assert again.outcome == result.outcome
+
+
 def test_measuring_touches_nothing() -> None:
     """Random states, modes, gradients and running metrics are as before, and losses repeat.
 
