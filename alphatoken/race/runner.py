@@ -89,8 +89,8 @@ class RaceState:
         losses: step of a look -> arm -> column -> loss of each row, in its ``unit``.
         failures: arm -> why its training ended before a look.
         seconds: arm -> time that it took up to the last look.
-        before: column -> loss of each row before training, which decides nothing; empty in a race
-            that began without.
+        before: column -> loss of each row before training, which decides nothing; empty until the
+            first arm begins.
     """
 
     settings: dict[str, Any]
@@ -663,14 +663,14 @@ def _read_state(path: Path) -> RaceState | None:
         return None
     content = read_json(path) or {}
     names = {one.name for one in fields(RaceState)}
-    if not names - {"before"} <= content.keys():
+    if not names <= content.keys():
         raise DataError(
             "the state of the race cannot be read",
             got=str(path),
             why="it was altered, or is of another program",
             remedy="--overwrite_output, or another folder",
         )
-    return RaceState(**{name: content[name] for name in names & content.keys()})
+    return RaceState(**{name: content[name] for name in names})
 
 
 def _facts_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
