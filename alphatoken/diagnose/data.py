@@ -709,7 +709,7 @@ def _ends(records: Sequence[Mapping[str, Any]], count: int) -> dict[str, list[in
     """Places of the rows of highest loss, and at either end of the mean value; outermost first."""
     value, loss = (np.array([one[name] for one in records]) for name in ("value", "loss"))
     ends = end_places(value, loss, min(count, len(records) // 2))
-    return {name: ends[name] for name in (HIGHEST_LOSS, LOWEST, HIGHEST)}
+    return {name: ends[name] for name in (HIGHEST_LOSS, LOWEST, HIGHEST) if name in ends}
 
 
 def _ends_table(

@@ -213,7 +213,7 @@ def test_the_page_in_a_browser(world: World, tmp_path: Path) -> None:
         assert told[:3:2] == ["value", "rank"]
         assert told[4:7:2] == ["before", "after the walk"]
         browser.needs_no_sideways_scroll(420, 1280)
-        browser.begins_with("#data-lowest-mean-value .tok", ".scale", '[href="#data-next"]')
+        browser.begins_with("#data-highest-mean-loss .tok", ".scale", '[href="#data-next"]')
         below = "document.querySelector('#data-next + .command').textContent"
         assert browser.evaluate(below).startswith("alphatoken race ")
 
