@@ -644,14 +644,8 @@ def _beyond_table(
     """Every row that no reference row reaches: by its loss, then those by their value alone."""
     shown = []
     for number in dict.fromkeys([*beyond["loss"], *beyond["value"]]):
-        own, (prompt, response) = records[number], _texts(subject, rows[number])
-        shown.append(
-            {
-                **{name: own[name] for name in ("place", "beyond", "loss", "value")},
-                "prompt": short(prompt, 120),
-                "response": short(response, 240),
-            }
-        )
+        own = {name: records[number][name] for name in ("place", "beyond", "loss", "value")}
+        shown.append(own | _short_texts(subject, rows[number]))
     return Table.of(
         "data-beyond",
         "Rows that no reference row reaches",
@@ -722,7 +716,7 @@ def _ends_table(
     shown = []
     for end, places in ends.items():
         for place in places:
-            own, (prompt, response) = records[place], _texts(subject, rows[place])
+            own = records[place]
             shown.append(
                 {
                     "end": end,
@@ -731,8 +725,7 @@ def _ends_table(
                     "negative": own["negative"],
                     "loss": own["loss"],
                     "rank_by_loss": by_loss.index(place) + 1,
-                    "prompt": short(prompt, 120),
-                    "response": short(response, 240),
+                    **_short_texts(subject, rows[place]),
                 }
             )
     return Table.of(
@@ -744,12 +737,14 @@ def _ends_table(
     )
 
 
-def _texts(subject: Subject, example: Example) -> tuple[str, str]:
-    if example.row.turns:
-        return example.row.prompt, example.row.response
-    texts = subject.texts(example)
-    first = next(place for place, label in enumerate(example.labels) if place and label >= 0)
-    return "".join(texts[:first]), "".join(texts[first:])
+def _short_texts(subject: Subject, example: Example) -> dict[str, str]:
+    """The beginnings of a row's prompt and response, as columns of a table."""
+    prompt, response = example.row.prompt, example.row.response
+    if not example.row.turns:
+        texts = subject.texts(example)
+        first = next(place for place, label in enumerate(example.labels) if place and label >= 0)
+        prompt, response = "".join(texts[:first]), "".join(texts[first:])
+    return {"prompt": short(prompt, 120), "response": short(response, 240)}
 
 
 def _row_lists(

@@ -104,16 +104,16 @@ def _told(result: RaceResult, name: str) -> str:
         if one.low == one.high:
             return f"'{name}' does as 'all' does"
         return f"'{name}' could be {number(-one.low, 2)} better or {number(one.high, 2)} worse"
-    seen = _seen(one)
+    standing = _standing(one)
     if look < last:
-        seen += f", left at step {state.looks[look]}"
+        standing += f", left at step {state.looks[look]}"
     elif one.high < 0 and state.settings["keep_retention"]:
         forgets = outcome.retention[look][name].low > 0
-        seen += ", but worse on the retention rows" if forgets else ""
-    return f"'{name}' {_written(one)} ({seen})"
+        standing += ", but worse on the retention rows" if forgets else ""
+    return f"'{name}' {_written(one)} ({standing})"
 
 
-def _seen(one: Difference) -> str:
+def _standing(one: Difference) -> str:
     """What an interval says of an arm beside 'all'."""
     return "better" if one.high < 0 else "worse" if one.low > 0 else "no difference seen"
 
@@ -268,8 +268,8 @@ def _cost(result: RaceResult, trained: bool) -> Section:
         if outcome.winner is not None and left is None:
             goes_on = "trained to the end" if trained else "goes on"
             one = outcome.differences[-1].get(name)
-            seen = "does not go on" if one is None else _seen(one)
-            fates[name] = goes_on if name == outcome.winner else seen
+            standing = "does not go on" if one is None else _standing(one)
+            fates[name] = goes_on if name == outcome.winner else standing
         if name in state.failures:
             fates[name] = f"failed: {state.failures[name]}"
     columns: list[Any] = [
