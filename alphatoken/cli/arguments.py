@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import json
 import os
 import shlex
 import warnings
@@ -179,6 +180,17 @@ def without_unread_rows(
 def named_options(words: Sequence[str]) -> set[str]:
     """Names of the options that a command line names."""
     return {w.split("=")[0].lstrip("-").replace("-", "_") for w in words if w[:2] == "--"}
+
+
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Options as they are typed."""
+    words = []
+    for name, value in options.items():
+        text = json.dumps(value) if isinstance(value, (bool, dict, list)) else str(value)
+        if name == "layers" and isinstance(value, list):  # "4," is one index, "4" the last four
+            text = "".join(f"{index}," for index in value)
+        words += [f"--{name}", "null" if value is None else text]
+    return words
 
 
 def _apply_value(options: argparse.Namespace, said: list[set[str]], race: bool) -> None:

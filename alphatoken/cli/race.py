@@ -37,9 +37,13 @@ def run(words: Sequence[str]) -> int:
         return 0
     command = "dpo" if _is_of_pairs(words) else "sft"
     configuration, kind = training.trainer_of(command, words)
-    from alphatoken.cli.arguments import named_options, read_arguments, without_unread_rows
+    from alphatoken.cli.arguments import (
+        named_options,
+        read_arguments,
+        without_unread_rows,
+        words_of,
+    )
     from alphatoken.cli.training_rows import check_rows
-    from alphatoken.cli.without_race import words_of
     from alphatoken.train.refusals import raise_first
 
     def read(*over: str) -> Any:
@@ -259,8 +263,8 @@ class _Command:
 
     def _alone(self, arm: Arm) -> str:
         """The command that trains as an arm does; read anew, as trainers change what they get."""
-        from alphatoken.cli.arguments import without_unread_rows
-        from alphatoken.cli.without_race import command_of_arm, words_of
+        from alphatoken.cli.arguments import without_unread_rows, words_of
+        from alphatoken.cli.without_race import command_of_arm
 
         own = self._read(*words_of(arm.options))
         args = own.training
@@ -280,7 +284,7 @@ class _Command:
                 _say(f"{name}: {option} of the run gives way to this arm: it is {value!r} there")
 
     def _make(self, arm: Arm, folder: Path) -> Any:
-        from alphatoken.cli.without_race import words_of
+        from alphatoken.cli.arguments import words_of
         from alphatoken.race.runner import datasets_of, options_in
 
         arguments, args = self._by_arm[arm.name], self._arguments.training

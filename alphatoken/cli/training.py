@@ -396,8 +396,10 @@ def train(arguments: Any, trainer: Any, notes: list[str], *, arm: str = "") -> N
         trainer.push_to_hub(dataset_name=arguments.data.dataset_name)
     if first:
         steps = counted(trainer.state.global_step, "steps")
-        won = f"trained: '{arm}', all {steps}; the model is in {args.output_dir}"
-        print(won if arm else f"{steps} trained; model: {args.output_dir}")
+        if arm:
+            print(f"trained: '{arm}', all {steps}; the model is in {args.output_dir}")
+        else:
+            print(f"{steps} trained; model: {args.output_dir}")
         print(_about_page(args), _next_command(arguments, trainer.model), sep="\n", flush=True)
     trainer.accelerator.end_training()  # ends the process group too
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from alphatoken.cli.arguments import Arguments, named_options, read_arguments
+from alphatoken.cli.arguments import Arguments, named_options, read_arguments, words_of
 from alphatoken.cli.recipes import find_recipe
 from alphatoken.cli.training_options import RaceArguments
 from alphatoken.cli.training_rows import check_rows
@@ -52,17 +51,6 @@ def command_of_arm(own: Arguments, arm: Arm) -> str:
         return ""
     folder = {"output_dir": _free_folder(Path(args.output_dir))}
     return shlex.join(["alphatoken", own.command, *words, *words_of(options | folder)])
-
-
-def words_of(options: Mapping[str, Any]) -> list[str]:
-    """Options as they are typed."""
-    words = []
-    for name, value in options.items():
-        text = json.dumps(value) if isinstance(value, (bool, dict, list)) else str(value)
-        if name == "layers" and isinstance(value, list):  # "4," is one index, "4" the last four
-            text = "".join(f"{index}," for index in value)
-        words += [f"--{name}", "null" if value is None else text]
-    return words
 
 
 def _options(words: Sequence[str]) -> Iterator[list[str]]:

@@ -582,8 +582,8 @@ def test_the_winner_of_a_recipes_race_is_trained_without_it(
 
 def test_the_command_of_an_arm_is_its_own_or_none(place: Path, tmp_path: Path) -> None:
     """What a recipe of a race says of the run is typed; where an arm has fewer rows, nothing is."""
-    from alphatoken.cli.arguments import read_arguments
-    from alphatoken.cli.without_race import command_of_arm, words_of
+    from alphatoken.cli.arguments import read_arguments, words_of
+    from alphatoken.cli.without_race import command_of_arm
     from alphatoken.race.arms import read_arms
     from alphatoken.train import AlphaSFTConfig
 

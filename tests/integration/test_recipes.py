@@ -11,11 +11,10 @@ import pytest
 import yaml
 
 from alphatoken.cli import main
-from alphatoken.cli.arguments import Arguments, read_arguments
+from alphatoken.cli.arguments import Arguments, read_arguments, words_of
 from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
 from alphatoken.cli.training import changed_options, check_launch
 from alphatoken.cli.training_rows import RowReader, check_rows
-from alphatoken.cli.without_race import words_of
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.race.arms import PACKAGED
 from alphatoken.train.dpo import AlphaDPOConfig
