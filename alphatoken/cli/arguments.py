@@ -20,10 +20,10 @@ from typing import Any, NoReturn, get_type_hints
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, TrlParser
 from trl.trainer.model_config import ModelConfig
 
-from alphatoken.cli.named_rows import as_typed
 from alphatoken.cli.recipes import Recipe, close_to, packaged_file, recipes_of
 from alphatoken.cli.training_options import SOURCES, RaceArguments, RowArguments, RunArguments
 from alphatoken.config import RESEARCH
+from alphatoken.data.named_rows import as_typed
 from alphatoken.errors import AlphaTokenError, ConfigError
 from alphatoken.presets import PRESETS, written_options
 from alphatoken.train.options import RENAMED
@@ -333,20 +333,24 @@ def _refuse_numbers_of_another_file(
         ConfigError: the run's file would lose rows that nobody meant.
     """
     file: str | None = None
-    own: str | None = None
+    own = dict[str, str | None]()  # option that names rows -> the file that they are of
     for recipe in recipes:
         said = {name.replace("-", "_"): value for name, value in recipe.options.items()}
         file = said.get("train_file", file)
-        own = file if "without_rows" in said else own
-    numbers, train_file = options.without_rows, options.train_file
-    if own is None or "without_rows" in named_options(words) or None in (numbers, train_file):
-        return
-    if os.path.realpath(own) != os.path.realpath(train_file):
-        raise ConfigError(
-            "without_rows of a recipe names rows of another file",
-            got=f"{numbers} of {own}, and --train_file {train_file}",
-            remedy="--without_rows with numbers of this file, or --without_rows null",
-        )
+        own |= {name: file for name in ("without_rows", "arms") if name in said}
+    train_file = options.train_file
+    for name, of_file in own.items():
+        numbers = getattr(options, name, None)
+        if name in named_options(words) or None in (numbers, train_file, of_file):
+            continue
+        if name == "arms" and "without_rows" not in str(numbers):
+            continue
+        if os.path.realpath(str(of_file)) != os.path.realpath(train_file):
+            raise ConfigError(
+                "without_rows of a recipe names rows of another file",
+                got=f"{numbers} of {of_file}, and --train_file {train_file}",
+                remedy=f"--{name} with numbers of this file, or --{name} null",
+            )
 
 
 def _refuse_other(recipe: Recipe, command: str, race: bool, words: Sequence[str]) -> None:

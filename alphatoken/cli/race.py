@@ -206,7 +206,9 @@ class _Command:
             rows["retention"] = datasets.pop("watched_dataset")
         self._datasets, self._rows = datasets, rows
         for arm in read_arms(arguments.race.arms):
-            self._train_rows(arm)  # none of them is refused when others have been trained
+            rows, _ = self._train_rows(arm)  # none is refused when others have been trained
+            if arm.leaves_rows_out:
+                _say(f"{arm.name}: {len(rows)} of {len(self._unweighted)} training rows")
 
     def _check_looks(self, rows: int) -> None:
         """Refuse a run that is over before its looks, where its rows say so without a model."""
@@ -256,12 +258,12 @@ class _Command:
         arguments = self._by_arm[result.winner]
         training.train(arguments, race.winner(result), [], arm=result.winner)
         if is_first_process():
-            alone = self._alone(race.arms[result.winner])
+            alone = self._alone(race.arms[result.winner], result.state.steps)
             write_race_page(folder / PAGE, result, alone, trained=True)
             if alone:
                 print(f"to train this way without a race: {alone}", flush=True)
 
-    def _alone(self, arm: Arm) -> str:
+    def _alone(self, arm: Arm, steps: int) -> str:
         """The command that trains as an arm does; read anew, as trainers change what they get."""
         from alphatoken.cli.arguments import without_unread_rows, words_of
         from alphatoken.cli.without_race import command_of_arm
@@ -269,7 +271,7 @@ class _Command:
         own = self._read(*words_of(arm.options))
         args = own.training
         return command_of_arm(
-            without_unread_rows(own, args.reads_fisher, args.reads_retention), arm
+            without_unread_rows(own, args.reads_fisher, args.reads_retention), arm, steps
         )
 
     def _going_on(self) -> str:
@@ -297,12 +299,13 @@ class _Command:
 
     def _train_rows(self, arm: Arm) -> tuple[Any, list[str]]:
         """The training rows of an arm, and where a person finds each."""
-        from alphatoken.race.rows import rows_without, take
+        from alphatoken.data.source import number_of
+        from alphatoken.race.rows import rows_of_arm, take
 
         weighed, places = arm.name in self._weighed, self._datasets["train_places"]
         rows = self._datasets["train_dataset"] if weighed else self._unweighted
-        if arm.without is None:
+        if not arm.leaves_rows_out:
             return rows, places
-        entries = [one[arm.without[0]] for one in self._entries]
-        kept = rows_without(entries, arm.without, arm.name)
+        entries = [one[arm.without[0]] for one in self._entries] if arm.without else []
+        kept = rows_of_arm(arm, entries, [number_of(place) for place in places])
         return take(rows, kept), [places[number] for number in kept]

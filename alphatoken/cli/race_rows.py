@@ -21,6 +21,12 @@ def left_out_columns(race: RaceArguments) -> tuple[str, ...]:
     return tuple(dict.fromkeys(arm.without[0] for arm in arms if arm.without is not None))
 
 
+def arms_by_number(race: RaceArguments | None) -> dict[str, str]:
+    """Arms that leave training rows out by their numbers, as messages call them -> the numbers."""
+    arms = () if race is None else read_arms(race.arms)
+    return {f"the arm '{arm.name}'": arm.without_rows for arm in arms if arm.without_rows}
+
+
 def read_race_rows(
     arguments: Any, read: Read, others: Mapping[str, list[Item]]
 ) -> tuple[dict[str, list[Item]], list[str]]:

@@ -13,8 +13,12 @@ from typing import Any
 from alphatoken import FisherDrift
 from alphatoken.cli.arguments import Arguments
 from alphatoken.cli.held_apart import Item, came_as_tokens, item_keys, take_apart
-from alphatoken.cli.named_rows import of_no_file, read_numbers, rows_but_named
-from alphatoken.cli.race_rows import left_out_columns, read_race_rows, rows_of_race
+from alphatoken.cli.race_rows import (
+    arms_by_number,
+    left_out_columns,
+    read_race_rows,
+    rows_of_race,
+)
 from alphatoken.cli.training_options import FILES, SOURCES, missing_files
 from alphatoken.data import (
     EncodeOptions,
@@ -29,6 +33,7 @@ from alphatoken.data import (
 from alphatoken.data.encode import encode_example
 from alphatoken.data.markers import is_filled, require_one_form
 from alphatoken.data.messages import ROW_WEIGHTS
+from alphatoken.data.named_rows import OPTION, named_rows, of_no_file, read_numbers, rows_but_named
 from alphatoken.data.pairs import is_longer, pair_problem, preference_record, weights_of_pair
 from alphatoken.data.rows import ASKED, KEEP_MARKS, UNLEARNED, Row, Turn
 from alphatoken.data.source import SourceRow, find_source, usable_rows
@@ -90,8 +95,10 @@ def _refused_sources(arguments: Arguments) -> Iterator[ConfigError]:
             "recipe datasets (TRL's mixture)",
         )
     yield from missing_files({name: getattr(data, name) for name in FILES})
-    if data.without_rows is not None and data.train_file is None:
-        yield of_no_file(data.without_rows, f"rows of {sources[0]}")
+    named = {} if data.without_rows is None else {OPTION: data.without_rows}
+    for by, numbers in (named | arms_by_number(arguments.race)).items():
+        if data.train_file is None:
+            yield of_no_file(numbers, f"rows of {sources[0]}", by)
     for name in ("dataset_streaming", "streaming"):
         if getattr(data, name):
             yield ConfigError(
@@ -215,6 +222,8 @@ class RowReader:
         if data.train_file is not None:
             source = find_source(data.train_file)
             survey = source.survey()
+            for by, numbers in arms_by_number(self.arguments.race).items():
+                named_rows(source, numbers, data.train_limit, by)
             records = rows_but_named(source, data.without_rows, data.train_limit, survey)
             return self._usable(records, survey, "training")
         if data.datasets:

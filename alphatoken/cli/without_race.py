@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ _NOT_KEPT |= {"value", "resume", "allow_changed", "overwrite_output", "output_di
 """Options of the race, of arms, and of going on; an arm's own are said anew."""
 
 
-def command_of_arm(own: Arguments, arm: Arm) -> str:
+def command_of_arm(own: Arguments, arm: Arm, steps: int) -> str:
     """The command that trains by the options of an arm; "" where none is known to.
 
     It has the words that were typed, but for those of the race, and the options of the arm. It is
@@ -31,23 +31,29 @@ def command_of_arm(own: Arguments, arm: Arm) -> str:
     Args:
         own: what the race read for this arm, before any trainer was made of it.
         arm: of the race.
+        steps: of the race's run, which an arm of fewer rows takes as well.
     """
     args = own.training
     if arm.without is not None or args.world_size > 1:
-        return ""  # no option leaves rows out; and another launcher was typed before the words
-    words = [word for option in _options(own.words) if _is_kept(option) for word in option]
+        return ""  # no option leaves rows out by a column; another launcher was typed before
+    rows = dict[str, Any]()
+    if arm.without_rows is not None:
+        numbers = filter(None, (own.data.without_rows, arm.without_rows))
+        rows = {"without_rows": ",".join(numbers), "max_steps": steps}
+    kept = (option for option in _options(own.words) if _is_kept(option, rows))
+    words = [word for option in kept for word in option]
 
     def read(options: Mapping[str, Any]) -> Arguments:
         line = [*words, *words_of({**options, "output_dir": args.output_dir})]
         return read_arguments(own.command, line, type(args))
 
     try:
-        options = {**arm.options, **_differences(own, read(arm.options))}
+        options = {**arm.options, **_differences(own, read(arm.options)), **rows}
         alone = read(options)
         check_rows(alone)
     except AlphaTokenError:
         return ""
-    if _differences(own, alone):
+    if _differences(own, alone).keys() - rows.keys():
         return ""
     folder = {"output_dir": _free_folder(Path(args.output_dir))}
     return shlex.join(["alphatoken", own.command, *words, *words_of(options | folder)])
@@ -60,12 +66,12 @@ def _options(words: Sequence[str]) -> Iterator[list[str]]:
         yield list(words[place:end])
 
 
-def _is_kept(option: Sequence[str]) -> bool:
-    """Whether the words of an option are those of a run without a race."""
+def _is_kept(option: Sequence[str], again: Collection[str]) -> bool:
+    """Whether the words of an option are those of a run without a race; some are said ``again``."""
     (name,) = named_options(option[:1])
     if name == "config":
         return find_recipe(option[0].partition("=")[2] or option[1]).command != "race"
-    return not {name, name.removeprefix("no_")} & _NOT_KEPT
+    return not {name, name.removeprefix("no_")} & _NOT_KEPT.union(again)
 
 
 def _differences(own: Arguments, other: Arguments) -> dict[str, Any]:

@@ -70,8 +70,17 @@ class SourceRow:
 
     @property
     def number(self) -> int:
-        """That of its line, item or row, with which its place ends."""
-        return int(self.place.rpartition(" ")[2])
+        """That of its line, item or row."""
+        return number_of(self.place)
+
+
+def number_of(place: str) -> int:
+    """The number of a line, item or row, with which its place ends.
+
+    >>> number_of("rows.jsonl, line 4")
+    4
+    """
+    return int(place.rpartition(" ")[2])
 
 
 # --- rows of records ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from alphatoken.data.named_rows import as_typed, read_numbers
 from alphatoken.errors import ConfigError, InputError, refuse_unknown
 from alphatoken.presets import PRESETS, written_options
 from alphatoken.train.fields import AlphaFields
@@ -36,7 +37,7 @@ _NAME = re.compile(r"[\w.+-]+(:[\w.+-]+=[^/\\,]+)?")
 CACHES = {"policy_cache": "policies", "fisher_cache": "fisher"}
 """Options for folders of caches, which no arm changes; the folder of each in ``output_dir``."""
 _OPTIONS = [one.name for one in fields(AlphaFields) if one.name not in CACHES]
-WITHOUT = "without"
+WITHOUT, WITHOUT_ROWS = "without", "without_rows"
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,14 @@ class Arm:
         options: of the trainer, in place of the run's own. Only those of token values: steps,
             rates, batches and seeds are the same in all arms.
         without: (column, value) of the training rows that it leaves out, or None.
+        without_rows: numbers of training rows that it leaves out, as they are typed, or None: those
+            that messages name, in Python places from 0.
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     without: tuple[str, str] | None = None
+    without_rows: str | None = None
 
     @property
     def folder(self) -> str:
@@ -62,7 +66,13 @@ class Arm:
     def as_dict(self) -> dict[str, Any]:
         """As JSON values."""
         rows = {} if self.without is None else {WITHOUT: list(self.without)}
-        return {**self.options, **rows}
+        named = {} if self.without_rows is None else {WITHOUT_ROWS: self.without_rows}
+        return {**self.options, **rows, **named}
+
+    @property
+    def leaves_rows_out(self) -> bool:
+        """Whether it trains on a part of the training rows."""
+        return self.without is not None or self.without_rows is not None
 
 
 def read_arms(arms: Sequence[str] | Mapping[str, Any] | None) -> tuple[Arm, ...]:
@@ -137,19 +147,24 @@ def _named(name: str, options: Mapping[str, Any]) -> Arm:
     """The arm, its name and options checked."""
     options = dict(options)
     without = _without(options.pop(WITHOUT, None))
+    without_rows = as_typed(options.pop(WITHOUT_ROWS, None))
+    arm = f"the arm '{name}'"
+    if without_rows is not None:
+        read_numbers(without_rows, arm)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError("an arm's name has letters, digits and . _ + - in it", got=repr(name))
     of_policy = f"of a policy of your own: {name}:policy=...,policy_options={{...}}"
-    refuse_unknown(f"the arm '{name}'", "option", options, _OPTIONS, {}, of_policy)
-    if without is not None:
+    refuse_unknown(arm, "option", options, [*_OPTIONS, WITHOUT_ROWS], {}, of_policy)
+    made = Arm(name, options, without, without_rows)
+    if made.leaves_rows_out:
         options.setdefault("policy", "standard")
-    if name == ALL and (options != PACKAGED[ALL] or without is not None):
+    if name == ALL and (options != PACKAGED[ALL] or made.leaves_rows_out):
         raise ConfigError(
             "the arm 'all' is training on every token, with which others are compared",
             got=repr(options),
             remedy="another name for this one",
         )
-    return Arm(name, options, without)
+    return made
 
 
 def _without(value: Any) -> tuple[str, str] | None:

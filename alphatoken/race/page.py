@@ -238,18 +238,9 @@ def _mean(losses: Sequence[float], tokens: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(losses, tokens, strict=True)) / sum(tokens)
 
 
-def steps_taken(result: RaceResult) -> dict[str, int]:
-    """Steps of each arm up to the last look that it was measured at."""
-    state, by_arm = result.state, dict.fromkeys(result.state.settings["arms"], 0)
-    for step in state.looks:
-        for arm in state.losses.get(str(step), {}):
-            by_arm[arm] = step
-    return by_arm
-
-
 def cost(result: RaceResult) -> str:
     """What the arms that did not win have cost, in a sentence."""
-    by_arm, seconds = steps_taken(result), result.state.seconds
+    by_arm, seconds = result.state.steps_taken, result.state.seconds
     lost = [name for name in by_arm if name != result.winner]
     steps, spent = sum(by_arm[name] for name in lost), sum(seconds.get(name, 0.0) for name in lost)
     share = steps / result.state.steps
@@ -260,7 +251,7 @@ def cost(result: RaceResult) -> str:
 
 
 def _cost(result: RaceResult, trained: bool) -> Section:
-    state, outcome, by_arm = result.state, result.outcome, steps_taken(result)
+    state, outcome, by_arm = result.state, result.outcome, result.state.steps_taken
     fates = {}
     for name in by_arm:
         left = outcome.left_at.get(name)

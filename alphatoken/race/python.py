@@ -16,7 +16,7 @@ from alphatoken.errors import ConfigError, DataError, counted
 from alphatoken.race.arms import Arm, read_arms
 from alphatoken.race.options import RaceConfig
 from alphatoken.race.page import PAGE, verdict, write_race_page
-from alphatoken.race.rows import choosing_numbers, rows_without, set_aside, take
+from alphatoken.race.rows import choosing_numbers, rows_of_arm, set_aside, take
 from alphatoken.race.runner import (
     Race,
     RaceResult,
@@ -258,7 +258,7 @@ def _without_leaks(validation: Any, held_out: Any, name: str, text_field: str) -
 
 def _train_rows(dataset: Any, arm: Arm) -> Any:
     """The training rows of an arm."""
-    if arm.without is None:
+    if not arm.leaves_rows_out:
         return dataset
     if not hasattr(dataset, "__len__"):
         raise ConfigError(
@@ -267,5 +267,6 @@ def _train_rows(dataset: Any, arm: Arm) -> Any:
             remedy="a list or a datasets.Dataset",
         )
     rows = plain_rows(dataset)
-    entries = [str(rows[number].get(arm.without[0])) for number in range(len(rows))]
-    return take(dataset, rows_without(entries, arm.without, arm.name))
+    numbers, column = range(len(rows)), arm.without and arm.without[0]
+    entries = [str(rows[number].get(column)) for number in numbers] if column else []
+    return take(dataset, rows_of_arm(arm, entries, numbers))

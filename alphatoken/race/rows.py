@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alphatoken.data.encode import prompt_tokens
-from alphatoken.errors import ConfigError
+from alphatoken.data.named_rows import read_numbers
+from alphatoken.errors import ConfigError, short
+from alphatoken.race.arms import Arm
 from alphatoken.race.decision import FEW
 
 
@@ -81,24 +83,33 @@ def take(dataset: Any, numbers: Sequence[int]) -> Any:
     return [dataset[number] for number in numbers]
 
 
-def rows_without(entries: Sequence[str], without: tuple[str, str], arm: str) -> list[int]:
-    """Numbers of the training rows that an arm does not leave out.
+def rows_of_arm(arm: Arm, entries: Sequence[str], numbers: Sequence[int]) -> list[int]:
+    """Places of the training rows that an arm does not leave out, by a column or by their numbers.
 
     Args:
-        entries: of the column, row by row, as text.
-        without: the column, and the entry of the rows that are left out.
-        arm: name of the arm.
+        arm: which says both.
+        entries: of the arm's column, row by row, as text; read where it names one.
+        numbers: of the rows, as messages and pages name them.
 
     Raises:
         ConfigError: it would leave out no row, or every row.
     """
-    column, entry = without
-    kept = [number for number, own in enumerate(entries) if own != entry]
-    if len(kept) in (0, len(entries)):
-        some = sorted({*entries})
+    kept = list(range(len(numbers)))
+    if arm.without is not None:
+        column, entry = arm.without
+        kept = [place for place in kept if entries[place] != entry]
+        some = ", ".join(sorted({*entries})[:8])
+        said = f"{column}={entry}; the rows have {some}"
+        remedy = "a column and an entry that some rows have and others do not"
+    if arm.without_rows is not None:
+        parts = read_numbers(arm.without_rows)
+        kept = [place for place in kept if not any(numbers[place] in part for part in parts)]
+        said = f"without_rows={short(arm.without_rows)}, of {len(numbers)} rows"
+        remedy = "numbers of some rows that the other arms train on"
+    if len(kept) in (0, len(numbers)):
         raise ConfigError(
-            f"the arm '{arm}' leaves out {'no row' if kept else 'every row'}",
-            got=f"{column}={entry}; the rows have {', '.join(some[:8])}",
-            remedy="a column and an entry that some rows have and others do not",
+            f"the arm '{arm.name}' leaves out {'no row' if kept else 'every row'}",
+            got=said,
+            remedy=remedy,
         )
     return kept

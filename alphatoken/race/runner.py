@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import TrainerCallback
 
 from alphatoken.direction.objective import objective_value
@@ -115,6 +116,28 @@ class RaceState:
     def looks(self) -> tuple[int, ...]:
         """Steps of the looks."""
         return tuple(self.settings["looks"])
+
+    @property
+    def steps_taken(self) -> dict[str, int]:
+        """Steps of each arm up to the last look that it was measured at."""
+        by_arm = dict.fromkeys(self.settings["arms"], 0)
+        for step in self.looks:
+            by_arm |= dict.fromkeys(self.losses.get(str(step), {}), step)
+        return by_arm
+
+    def seconds_left(self, arms: Collection[str], *, to_end: bool) -> float:
+        """Seconds that the race still takes, if none of these arms leaves and the slowest wins.
+
+            sum over arms a of (L - k_a) t_a,  and to the end  + (S - L) max over a of t_a
+
+        ``L`` is the last look, ``S`` the steps of the run. Arm a has taken ``k_a`` steps, of
+        ``t_a`` seconds each; one that has not begun counts as the slowest that has.
+        """
+        taken, last = self.steps_taken, self.looks[-1]
+        by_step = {n: self.seconds.get(n, 0.0) / taken[n] for n in arms if taken[n]}
+        slowest = max(by_step.values())
+        verdict = sum((last - taken[name]) * by_step.get(name, slowest) for name in arms)
+        return verdict + (self.steps - last) * slowest * to_end
 
     def outcome(self, complete: int) -> Outcome:
         """What the first ``complete`` looks come to."""
@@ -376,9 +399,10 @@ class Race:
         self._begin(resume)
         complete, outcome = 0, self.state.outcome(0)
         while outcome.winner is None:
-            for name in self.arms:
-                if name not in outcome.left_at:
-                    self._run_to(name, self.state.looks[complete])
+            running = [name for name in self.arms if name not in outcome.left_at]
+            for name in running:
+                if self._run_to(name, self.state.looks[complete]):
+                    self._say_left(running)
             complete += 1
             outcome = self.state.outcome(complete)
             self._close_look(outcome)
@@ -492,10 +516,10 @@ class Race:
     def _arm_folder(self, name: str) -> Path:
         return self.folder / ARMS / self.arms[name].folder
 
-    def _run_to(self, name: str, step: int) -> None:
-        """Train an arm to a look, unless it has been measured there."""
+    def _run_to(self, name: str, step: int) -> bool:
+        """Train an arm to a look, unless it has been measured there; whether it was trained."""
         if name in self.state.losses.get(str(step), {}) or name in self.state.failures:
-            return
+            return False
         self.say(f"{name}: to step {step} of {self.state.steps}")
         started = time.monotonic()
         first = self._first if name == ALL else None
@@ -519,6 +543,13 @@ class Race:
             )
         del trainer, looks, first
         _free_memory()
+        return True
+
+    def _say_left(self, running: Sequence[str]) -> None:
+        """Say how long the arms that run still take."""
+        running = [name for name in running if name not in self.state.failures]
+        left = self.state.seconds_left(running, to_end=not self._config.stop_after_looks)
+        self.say(f"about {tqdm.format_interval(round(left))} left, by the pace of the arms so far")
 
     def _trainer(self, arm: Arm, folder: Path) -> tuple[Any, _Looks]:
         """A new trainer of an arm, with the steps of the whole run, and its looks."""

@@ -411,17 +411,20 @@ def test_an_arm_that_ends_before_its_look_is_an_error(tmp_path: Path) -> None:
 
 
 def test_an_arm_without_some_rows(tmp_path: Path) -> None:
-    """The rows of one source are left out; steps and schedule are those of the whole run."""
+    """By a column, or by numbers from 0; steps and schedule are those of the whole run."""
     world = World(tmp_path)
     sources = ["web" if number % 3 else "book" for number in range(24)]
     world.train = world.train.add_column("source", sources)
+    web = ",".join(str(number) for number in range(24) if number % 3)
     result = world.race(
-        arms=["without:source=web"],
+        arms=["without:source=web", f"same:without_rows={web}"],
         stop_after_looks=True,
         options={"max_steps": -1, "num_train_epochs": 2.0},
         keep_arms=True,
     )
     assert result.state.steps == 12
+    for look in result.state.losses.values():
+        assert look["without:source=web"] == look["same"] != look["all"]
     folder = tmp_path / "race" / "arms" / "without-source-web"
     facts = [
         json.loads((path / "alphatoken.json").read_text())["facts"]
@@ -598,12 +601,12 @@ def test_the_command_of_an_arm_is_its_own_or_none(place: Path, tmp_path: Path) -
         )
         for arm in (random, without)
     }
-    assert command_of_arm(own[without.name], without) == ""
-    line = command_of_arm(own[random.name], random)
+    assert command_of_arm(own[without.name], without, 3) == ""
+    line = command_of_arm(own[random.name], random, 3)
     (place / "arm-alone").mkdir()
     assert "--policy random --weight_decay 0.25" in line
     assert line.endswith(f" --output_dir {place / 'arm-alone'}")
-    line = command_of_arm(own[random.name], random)
+    line = command_of_arm(own[random.name], random, 3)
     assert line.endswith(f" --output_dir {place / 'arm-alone-2'}")
     assert not {"--overwrite_output", "--arms", "--estimator"} & {*shlex.split(line)}
 

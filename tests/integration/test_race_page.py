@@ -46,6 +46,28 @@ def raced(*looks: Shifts, failures: Mapping[str, str] | None = None, of: int = 0
     return RaceResult(outcome.winner or "", outcome, state)
 
 
+# --- the time that is left ------------------------------------------------------------------------
+
+
+def test_the_time_that_is_left_is_that_of_the_steps_to_come() -> None:
+    """By hand: 24 steps, looks at 10 and 20; an arm that has not begun counts as the slowest.
+
+    Proves: the time that a race says is left (exact), against its steps counted one by one.
+    """
+    first = raced({"mix": (0.0, CLEAR)}, of=2).state
+    first.seconds = {"all": 20.0, "mix": 30.0}
+    assert first.steps_taken == {"all": 10, "mix": 10}
+    assert first.seconds_left(["all", "mix"], to_end=False) == 10 * 2 + 10 * 3
+    assert first.seconds_left(["all", "mix"], to_end=True) == 10 * 2 + 10 * 3 + 4 * 3
+    assert first.seconds_left(["all"], to_end=True) == 10 * 2 + 4 * 2
+    first.settings["arms"]["walk"] = {}
+    assert first.seconds_left(["all", "mix", "walk"], to_end=True) == 10 * 2 + 10 * 3 + 20 * 3 + 12
+    last = raced({"mix": (0.0, CLEAR)}, {"mix": (0.0, CLEAR)}).state
+    last.seconds = {"all": 40.0, "mix": 60.0}
+    assert last.seconds_left(["all", "mix"], to_end=True) == 4 * 3
+    assert last.seconds_left(["all", "mix"], to_end=False) == 0
+
+
 # --- the verdict ----------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from safetensors.torch import load_file
 
 from alphatoken.cli import main
 from alphatoken.cli.arguments import read_arguments
-from alphatoken.cli.named_rows import as_typed, read_numbers
 from alphatoken.cli.training_rows import check_rows
+from alphatoken.data.named_rows import as_typed, read_numbers
 from alphatoken.errors import ConfigError, InputError
 from alphatoken.train.sft import AlphaSFTConfig
 from tests.integration import tiny_training as tiny
+from tests.integration.race_world import declared
 from tests.integration.test_cli_train import load, pairs, prompts, rows
 from tests.rows import jsonl
 
@@ -350,6 +352,52 @@ def test_every_arm_of_a_race_is_without_them(
     assert f"--without_rows {NAMED['rows']}" in then
     assert main(["race", *named, "--resume", "--without_rows", "2,5,12-16"]) == 2
     assert "train_dataset" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_arm_of_a_race_is_without_rows_that_others_train_on(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its losses are those of `all` on a file without these lines; it wins and goes on as alone."""
+    broken, others = str(BROKEN["rows"]), "4,12-16"
+    race = ["--choosing_file", str(jsonl(folder / "choosing.jsonl", tiny.sums(8, seed=9)))]
+    race += ["--looks", "2", "--max_steps", "3", "--save_strategy", "no", "--validation_rows", "0"]
+    named = words_of(folder, "rows.jsonl", "named", *race, "--without_rows", broken)
+    with declared("rest"):
+        assert main(["race", *named, "--arms", f"rest:without_rows={others}"]) == 0
+    said = capsys.readouterr()
+    assert "note: rest: 8 of 14 training rows\n" in said.err
+    cut = words_of(folder, "few-rows.jsonl", "cut", *race, "--arms", "half:policy=random")
+    assert main(["race", *cut, "--stop_after_looks"]) == 0
+    one, two = (json.loads((folder / out / "race.json").read_text()) for out in ("named", "cut"))
+    assert one["losses"]["2"]["rest"] == two["losses"]["2"]["all"] != one["losses"]["2"]["all"]
+    (command,) = re.findall("to train this way without a race: alphatoken (.*)", said.out)
+    assert f" --without_rows {broken},{others} " in command
+    assert " --max_steps 3 " in command
+    assert main(shlex.split(command)) == 0
+    assert same_weights(folder / "named", folder / "named-alone")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("rest:without_rows=4,99",), "the arm 'rest': 99; the rows are rows.jsonl, line 1 to"),
+        (("rest:without_rows=1-99",), "the arm 'rest': 3, 17, 18, 19, ...; the rows are"),
+        (("rest:without_rows=four",), "'four' in the arm 'rest'"),
+        (("rest:without_rows=2", "--train_limit", "1"), "the arm 'rest': 2; the first 1 rows"),
+        (("rest:without_rows=2", "--without_rows", "2"), "the arm 'rest' leaves out no row"),
+        (("rest:without_rows=1,2,4-7", "--without_rows", "8-16"), "leaves out every row"),
+    ],
+)
+def test_an_arm_without_rows_that_there_are_not(
+    more: tuple[str, ...], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any arm trains."""
+    jsonl(folder / "rows.jsonl", [*tiny.sums(2), "", *tiny.sums(13)])
+    race = ["--choosing_file", str(jsonl(folder / "choosing.jsonl", tiny.sums(8, seed=9)))]
+    words = words_of(folder, "rows.jsonl", "refused", *race, "--validation_rows", "0")
+    assert main(["race", *words, "--arms", *more]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (folder / "refused").exists()
 
 
 @pytest.mark.parametrize("name", ["rows", "pairs"])

@@ -36,6 +36,7 @@ PROMPTS = claim(
     test_race_decision.test_rows_of_one_prompt_are_one_row, 1, [0, 0, 0, 1, 2], examples=1,
     tested=True,
 )  # fmt: skip
+ROWS = claim(test_race_decision.test_rows_that_an_arm_leaves_out)
 LOOKS = claim(test_race_decision.test_looks_by_default_and_by_hand)
 DEALT = claim(
     test_steps.test_steps_are_those_of_accelerates_shares, Schedule(45, 4, 2), 4, False,
@@ -110,6 +111,13 @@ RACES = (
         "a short run has looks at which whatever selects is ahead",
         ("race.arms.looks_of", "max(EARLIEST, -(-share * steps // 1000))",
          "-(-share * steps // 1000)")),
+    row("arm-without-rows-by-their-count", ROWS,
+        "an arm leaves rows out by their count among the training rows, not by their number",
+        ("race.rows.rows_of_arm", "not any(numbers[place] in part", "not any(place in part")),
+    row("column-of-an-arm-beside-numbers", ROWS,
+        "of an arm that leaves rows out by a column and by numbers, the column is not read",
+        ("race.rows.rows_of_arm", "for place in kept if not any(",
+         "for place in range(len(numbers)) if not any(")),
     row("arm-with-the-steps-of-its-looks", (EPOCHS, _winner("all")),
         "an arm follows the schedule of the race, not of the run",
         ("race.runner.Race._trainer", "trainer.args.max_steps = self.state.steps",

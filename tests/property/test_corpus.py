@@ -24,10 +24,10 @@ from alphatoken import (
     ScorerConfig,
     select_top,
 )
-from alphatoken.cli.named_rows import rows_but_named
 from alphatoken.config import ESTIMATORS, WALK
 from alphatoken.data import Example, Fields, Row, encode_row, read_rows, row_of, split_pools
 from alphatoken.data import source as sources
+from alphatoken.data.named_rows import rows_but_named
 from alphatoken.data.split import leak_keys
 from alphatoken.data.survey import Survey
 from alphatoken.score.job import Corpus, _options_in_force, draw_rows

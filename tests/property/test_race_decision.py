@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from alphatoken.errors import AlphaTokenWarning, ConfigError, InputError, NumericalError
 from alphatoken.race import decision
-from alphatoken.race.arms import ALL, looks_of, read_arms
+from alphatoken.race.arms import ALL, Arm, looks_of, read_arms
 from alphatoken.race.decision import Column
 from alphatoken.race.options import RaceConfig
-from alphatoken.race.rows import choosing_numbers, rows_without
+from alphatoken.race.rows import choosing_numbers, rows_of_arm
 from tests.property.profiles import budget
 from tests.property.test_confidence import student
 
@@ -423,6 +423,14 @@ def test_arms_as_they_are_written() -> None:
     assert without.options == {"policy": "standard"}
     (_, own) = read_arms({"own": {**walk, "without": ["source", "web"]}})
     assert (dict(own.options), own.without) == (walk, ("source", "web"))
+    (_, word) = read_arms(["rest:without_rows=4,13,15-18"])
+    (_, mapping) = read_arms({"rest": {"without_rows": [4, 13, "15-18"]}})
+    assert word == mapping
+    assert (word.without_rows, word.options) == ("4,13,15-18", {"policy": "standard"})
+    assert read_arms(["rest:policy=random,without_rows=4"])[1].as_dict() == {
+        "policy": "random",
+        "without_rows": "4",
+    }
 
 
 @pytest.mark.parametrize(
@@ -437,6 +445,8 @@ def test_arms_as_they_are_written() -> None:
         ({"../up": {"policy": "random"}}, "an arm's name"),
         ({"all": {"policy": "random"}}, "training on every token"),
         (["without:source"], "a column and a value"),
+        (["rest:without_rows=4,x"], "no number of a row.*'x' in the arm 'rest'"),
+        ({"all": {"policy": "standard", "without_rows": 4}}, "training on every token"),
         ([3], "written as a word"),
     ],
 )
@@ -485,7 +495,25 @@ def test_choosing_rows_leave_some_for_the_arms() -> None:
 
 
 def test_rows_that_an_arm_leaves_out() -> None:
-    assert rows_without(["web", "book", "web"], ("source", "web"), "arm") == [1]
-    for entry, message in (("film", "no row"), ("web", "every row")):
+    """By a column, by numbers as messages name them, or by both; some, never all.
+
+    Proves: the rows of an arm (exact), against places written by hand.
+    """
+    sources, numbers = ["web", "book", "web"], [1, 2, 4]
+
+    def rows(word: str) -> list[int]:
+        return rows_of_arm(read_arms([word])[1], sources, numbers)
+
+    assert rows("without:source=web") == [1]
+    assert rows("rest:without_rows=2") == [0, 2]
+    assert rows("rest:without_rows=2-3,4") == [0]
+    assert rows("rest:without_rows=1,3") == [1, 2]  # the third line is no row
+    both = Arm("both", {}, ("source", "book"), "4")
+    assert rows_of_arm(both, sources, numbers) == [0]
+    for word, message in (
+        ("without:source=film", "leaves out no row"),
+        ("rest:without_rows=3", "leaves out no row. Got: without_rows=3, of 3 rows"),
+        (f"rest:without_rows=1-{10**17}", "leaves out every row"),
+    ):
         with pytest.raises(ConfigError, match=message):
-            rows_without(["web", "web"], ("source", entry), "arm")
+            rows(word)

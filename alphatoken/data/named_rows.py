@@ -1,4 +1,4 @@
-"""Training rows that ``--without_rows`` names by their numbers, and that are left out."""
+"""Training rows that an option or an arm of a race names by numbers, and that are left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from alphatoken.data.source import RowSource, SourceRow
 from alphatoken.data.survey import Survey
 from alphatoken.errors import ConfigError, InputError, first_few, short
 
-_NAMED = "named by --without_rows"
+OPTION = "--without_rows"
+_NAMED = f"named by {OPTION}"
 _PART = re.compile("([0-9]{1,18})( *- *([0-9]{1,18}))?")
 # Numbers that an error names, and files.
 _SHOWN = 4
@@ -28,8 +29,8 @@ def as_typed(said: Any) -> str | None:
     return None if said in (None, []) else ",".join(map(str, entries))
 
 
-def read_numbers(said: str) -> tuple[range, ...]:
-    """Numbers of rows, and ranges of them, as they are typed.
+def read_numbers(said: str, by: str = OPTION) -> tuple[range, ...]:
+    """Numbers of rows, and ranges of them, as they are typed; ``by`` says where, for messages.
 
     >>> read_numbers("4,15-18")
     (range(4, 5), range(15, 19))
@@ -37,19 +38,19 @@ def read_numbers(said: str) -> tuple[range, ...]:
     Raises:
         ConfigError: a word that is neither a number nor a range of them.
     """
-    return tuple(_range(part) for part in said.split(","))
+    return tuple(_range(part, by) for part in said.split(","))
 
 
-def _range(part: str) -> range:
+def _range(part: str, by: str) -> range:
     match = _PART.fullmatch(part.strip())
     if match is not None:
         first, last = int(match[1]), int(match[3] or match[1])
     if match is None or first > last:
         raise ConfigError(
             "a word is no number of a row, and no range of them",
-            got=f"{part[:40]!r} in --without_rows",
-            remedy="numbers as messages and pages name them, joined by commas: --without_rows "
-            "4,13,15-18",
+            got=f"{part[:40]!r} in {by}",
+            remedy="numbers as messages and pages name them, joined by commas: "
+            f"{OPTION} 4,13,15-18, of an arm NAME:without_rows=4,13,15-18",
         )
     return range(first, last + 1)
 
@@ -71,7 +72,7 @@ def rows_but_named(
         ConfigError: a source of several files.
         InputError: a number that no row has, or no row that is left.
     """
-    named = set() if said is None else _named(source, said, limit)
+    named = set() if said is None else named_rows(source, said, limit)
     for row in islice(source.read(), limit):
         if named and row.number in named:
             survey.leave_out(_NAMED, row.place)
@@ -79,12 +80,15 @@ def rows_but_named(
             yield row
 
 
-def _named(source: RowSource, said: str, limit: int | None) -> set[int]:
-    """The numbers that are said, each of which a row has."""
+def named_rows(source: RowSource, said: str, limit: int | None, by: str = OPTION) -> set[int]:
+    """The numbers that are said, each of which one of the first ``limit`` rows has.
+
+    Arguments and errors are those of :func:`rows_but_named`; ``by`` says where, for messages.
+    """
     if len(source.parts) > 1:
         files = [Path(part.path).name for part in source.parts]
-        raise of_no_file(said, f"files of {source.path}: {first_few(files, _SHOWN)}")
-    there, ends, numbers = set[int](), list[str](), read_numbers(said)
+        raise of_no_file(said, f"files of {source.path}: {first_few(files, _SHOWN)}", by)
+    there, ends, numbers = set[int](), list[str](), read_numbers(said, by)
     for row in islice(source.read(), limit):
         there.add(row.number)
         ends = [*ends[:1], row.place]
@@ -95,7 +99,7 @@ def _named(source: RowSource, said: str, limit: int | None) -> set[int]:
         first = f"first {len(there)} " * (len(there) < source.rows)
         raise InputError(
             "no row has this number",
-            got=f"--without_rows: {names}; the {first}rows are {' to '.join(ends)}",
+            got=f"{by}: {names}; the {first}rows are {' to '.join(ends)}",
             why="the row that is meant would be trained on",
             remedy="the numbers that messages and pages name; an empty line is no row, and a row "
             "of several lines has the number of its first",
@@ -104,17 +108,17 @@ def _named(source: RowSource, said: str, limit: int | None) -> set[int]:
     if named == there:
         raise InputError(
             "every training row is left out",
-            got=f"--without_rows {short(said)}, of {len(there)} rows",
+            got=f"{by} {short(said)}, of {len(there)} rows",
             remedy="name fewer of them",
         )
     return named
 
 
-def of_no_file(said: str, rows: str) -> ConfigError:
+def of_no_file(said: str, rows: str, by: str = OPTION) -> ConfigError:
     """The error of numbers beside training rows that are not those of one file."""
     return ConfigError(
-        "--without_rows leaves out rows of one file",
-        got=f"--without_rows {short(said)}, {rows}",
+        "without_rows leaves out rows of one file",
+        got=f"{by} {short(said)}, {rows}",
         why="a number does not say in which of several files or data sets its row is",
-        remedy="--train_file with that file, or leave --without_rows out",
+        remedy="--train_file with that file, or leave without_rows out",
     )
