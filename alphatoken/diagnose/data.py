@@ -29,6 +29,7 @@ import numpy as np
 from alphatoken.config import WALK, ScorerConfig, walk_words
 from alphatoken.data import Example
 from alphatoken.data.encode import prompt_tokens
+from alphatoken.data.source import number_of
 from alphatoken.data.survey import said_places
 from alphatoken.diagnose import CheckedOptions
 from alphatoken.diagnose.diagnosis import DOUBTFUL, GOOD, Diagnosis, Table
@@ -83,6 +84,11 @@ SHOWN = 3
 NAMED = 40
 """Rows beyond the reference that the answer names for one measure; the page has all."""
 
+RECOMMENDED = ("walk-80", "validation-mix")
+"""Arms of the recipe ``recommended``, which give way where others are named."""
+NOT_HIGHEST = "without-high-loss"
+"""The arm without the rows whose loss is higher than that of every reference row."""
+
 TRAIN_BATCH, EPOCHS = 8, 3
 """Training rows of a step, and passes over all of them, that TRL takes where none are named."""
 _LOOK = "Look at the rows of highest loss and of lowest value."
@@ -133,7 +139,9 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     ends = _ends(records[JUDGED], options.ends)
     doubts = doubts_of_walk(records[TRUSTED], config.walk_learning_rate)
     said = rows_beyond(records, beyond)
-    command, takes = _next(subject, config, answer, walked, groups, seconds)
+    places = [one["place"] for one in records[JUDGED]]
+    left = rows_to_leave_out(places, beyond["loss"]) if subject.words else ""
+    command, takes = _next(subject, config, answer, walked, groups, left, seconds)
     return conclude(
         "data",
         subject,
@@ -166,6 +174,7 @@ def _next(
     answer: str,
     walked: Sequence[Example],
     groups: Mapping[str, Sequence[Example]],
+    left: str,
     seconds: float | None,
 ) -> tuple[str, str]:
     """The next command, and how long a race takes here by the ``seconds`` of the walk."""
@@ -173,11 +182,11 @@ def _next(
     trusted = len(walked) + len(groups[TRUSTED])
     beside = "" if subject.folder is None else _beside(subject.folder.parent)
     command = next_command(
-        answer, subject.words, len(judged), trusted, batch, walk_words(config), beside
+        answer, subject.words, len(judged), trusted, batch, walk_words(config), beside, left
     )
     if answer == ALIKE or seconds is None or not command:
         return command, ""
-    passes = race_passes(len(judged), batch, steps)
+    passes = race_passes(len(judged), batch, steps, 3 if left else 2)
     return command, time_in_words(passes * seconds_of_pass(seconds, steps, walked, judged, batch))
 
 
@@ -189,11 +198,12 @@ def next_command(
     batch: int = TRAIN_BATCH,
     walk: str = "",
     beside: str = "",
+    left: str = "",
 ) -> str:
     """The command that does what the answer advises; "" where no command has named the rows.
 
     What a command line said of the ``walk`` is said to a race too. Its results go to a folder
-    ``beside`` that of the diagnosis.
+    ``beside`` that of the diagnosis. One arm of a race leaves out the rows of the numbers ``left``.
 
     >>> next_command(ALIKE, "--train_file rows.jsonl", 400, 32, beside="out")
     'alphatoken sft --policy standard --train_file rows.jsonl --output_dir out-sft'
@@ -203,7 +213,7 @@ def next_command(
     if answer == ALIKE:
         command, kind = f"alphatoken sft --policy standard {words}{_sized(batch)}", "sft"
     else:
-        command, kind = race_command(words + walk, rows, trusted, batch), "race"
+        command, kind = race_command(words + walk, rows, trusted, batch, left), "race"
     return f"{command} --output_dir {quote(f'{beside}-{kind}')}" if beside else command
 
 
@@ -212,10 +222,13 @@ def _beside(folder: Path) -> str:
     return str(folder) if folder.name else "rows"
 
 
-def race_command(words: str, rows: int, trusted: int, batch: int = TRAIN_BATCH) -> str:
+def race_command(
+    words: str, rows: int, trusted: int, batch: int = TRAIN_BATCH, left: str = ""
+) -> str:
     """The command of a race on so many training rows, of batches so small that it has a look.
 
     Of few trusted rows half choose: by default eight do, which may leave none to value against.
+    With numbers of rows in ``left`` an arm beside those of the recipe leaves these out.
 
     >>> race_command("--train_file R", 400, 32)
     'alphatoken race --config recommended --train_file R'
@@ -224,18 +237,34 @@ def race_command(words: str, rows: int, trusted: int, batch: int = TRAIN_BATCH) 
     """
     more = _sized(race_batch(rows, batch))
     more += f" --choosing_rows {trusted // 2}" if trusted < 2 * CHOOSING else ""
+    more += f" --arms {' '.join(RECOMMENDED)} {NOT_HIGHEST}:without_rows={left}" if left else ""
     return f"alphatoken race --config recommended {words}{more}"
 
 
-def race_passes(rows: int, batch: int, walk: int) -> float:
+def rows_to_leave_out(places: Sequence[str], beyond: Sequence[int]) -> str:
+    """Numbers of rows that an arm of the race leaves out, as they are typed: those ``beyond``.
+
+    "" where none is, or more than ``NAMED`` or than half of all rows are, or where rows are of
+    several files, in which a number names no row.
+
+    >>> rows_to_leave_out(["a.jsonl, line 2", "a.jsonl, line 3", "a.jsonl, line 9"], [2])
+    '9'
+    """
+    files = {place.rpartition(" ")[0] for place in places}
+    if len(files) != 1 or not 0 < len(beyond) <= min(NAMED, len(places) // 2):
+        return ""
+    return ",".join(str(number) for number in sorted(number_of(places[one]) for one in beyond))
+
+
+def race_passes(rows: int, batch: int, walk: int, losers: int = 2) -> float:
     """Rows that a race of ``race_command`` trains on, at most, where a forward counts a third.
 
     With N steps of b rows in all, the last look at step L, and W steps of a walk:
 
-        N (b + b / 2) + L b + L b (1 + 1 / 3) + W b
+        N (b + b / 2) + L b (losers + 1 / 3) + W b
 
-    The arm with a trusted row more beside every two costs most where it wins; two arms leave at the
-    last look, one of which adds a forward to each of its steps.
+    The arm with a trusted row more beside every two costs most where it wins; the ``losers`` leave
+    at the last look, and one of them adds a forward to each of its steps.
 
     >>> round(race_passes(60, 8, 24), 1)
     853.3
@@ -243,7 +272,8 @@ def race_passes(rows: int, batch: int, walk: int) -> float:
     size = race_batch(rows, batch)
     steps = -(-rows // size) * EPOCHS
     look = max(FIRST_LOOK, steps // 10)
-    return steps * (size + max(1, size // 2)) + look * size * 7 / 3 + walk * batch
+    lost = look * size * (losers + 1 / 3)
+    return steps * (size + max(1, size // 2)) + lost + walk * batch
 
 
 def seconds_of_pass(

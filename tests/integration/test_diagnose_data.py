@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -167,16 +168,19 @@ def test_the_race_that_is_printed_runs(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its arms, batches and choosing rows, and the options of the walk that was taken."""
-    rows = [{**one, "response": "add add add add add"} for one in exchanges(24, seed=9)]
+    rows = [{**one, "response": "add add add add add"} for one in exchanges(8, seed=9)]
+    rows += exchanges(16, seed=10)
     file = jsonl(tmp_path / "other.jsonl", rows)
     assert world.diagnose(tmp_path / "out", train=file, walk_learning_rate="0.03") == 0
     command = Diagnosis.load(tmp_path / "out" / "data").next_command
     capsys.readouterr()
+    (left,) = re.findall(r" without-high-loss:without_rows=([0-9,]+) --output_dir ", command)
     machine = ["--use_cpu", "--bf16", "false", "--report_to", "none", "--stop_after_looks"]
     assert main([*shlex.split(command.removeprefix("alphatoken ")), *machine]) == 0
-    assert "race of 3 arms (all, walk-80, validation-mix): looks at step 20 of 36" in (
-        capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    arms = "all, walk-80, validation-mix, without-high-loss"
+    assert f"race of 4 arms ({arms}): looks at step 20 of 36" in said
+    assert f"without-high-loss: {23 - left.count(',')} of 24 training rows" in said
     assert (tmp_path / "out-race" / "race.html").exists()
 
 

@@ -15,6 +15,7 @@ from alphatoken.cli.arguments import Arguments, read_arguments, words_of
 from alphatoken.cli.recipes import Recipe, accelerate_config, find_recipe, packaged_recipes
 from alphatoken.cli.training import changed_options, check_launch
 from alphatoken.cli.training_rows import RowReader, check_rows
+from alphatoken.diagnose.data import RECOMMENDED
 from alphatoken.errors import ConfigError, DataError
 from alphatoken.race.arms import PACKAGED
 from alphatoken.train.dpo import AlphaDPOConfig
@@ -176,6 +177,7 @@ def test_the_recommended_arms_are_what_was_measured() -> None:
     measured = {**grid["options"], **grid["methods"]["walk-80"]}
     recipe = find_recipe("recommended").options
     arm, mix = recipe["arms"]
+    assert (arm, mix) == RECOMMENDED  # as `diagnose data` prints them beside an arm more
     rivals = yaml.safe_load((ROOT / "benchmarks/selection/rivals.yaml").read_text("utf-8"))
     assert (mix, None) == (rivals["methods"]["mix"]["policy"], ValidationMix().rows)
     # One row beside every two, which is what rows=None comes to.

@@ -303,6 +303,7 @@ LEFT_OUT = claim(
 )
 UNCLEAR = claim(verdicts.test_too_few_trusted_rows_to_tell_is_an_answer_too, examples=1)
 BEYOND = claim(verdicts.test_rows_that_no_reference_row_reaches_are_named, examples=1)
+LEAVES_OUT = claim(verdicts.test_rows_that_an_arm_leaves_out_have_numbers_of_one_file, examples=1)
 RACE_TIME = claim(verdicts.test_the_time_of_a_race_is_that_of_its_rows, examples=1)
 VERDICT = claim(
     verdicts.test_the_verdict_follows_the_p_value_and_names_the_next_command, examples=1
@@ -332,6 +333,12 @@ VERDICTS = (
     row("two-tests-at-the-level-of-one", TWO_TESTS,
         "of rows that do not differ nearly twice as many as the level says are said to",
         ("diagnose.data.together", "len(tests) * min", "min")),
+    row("arm-without-most-rows", LEAVES_OUT,
+        "the race that is printed has an arm without most of the rows",
+        ("diagnose.data.rows_to_leave_out", "min(NAMED, len(places) // 2)", "NAMED")),
+    row("arm-without-rows-of-several-files", LEAVES_OUT,
+        "the race that is printed names rows of several files by number",
+        ("diagnose.data.rows_to_leave_out", "len(files) != 1 or", "")),
     row("halves-without-a-draw", HALVES,
         "the first trusted rows of the file are always those that are walked on",
         ("diagnose.data.halves",
@@ -360,7 +367,7 @@ VERDICTS = (
         ("diagnose.data.beyond_reference", "trusted.max()", "trusted.min()")),
     row("race-time-without-its-losers", RACE_TIME,
         "the arms that leave a race cost nothing in the time that is said before it",
-        ("diagnose.data.race_passes", "look * size * 7 / 3", "look * size * 0")),
+        ("diagnose.data.race_passes", "= look * size * (losers + 1 / 3)", "= 0")),
     row("interval-that-leaves-0-out-not-read", UNCLEAR,
         "rows are said to look alike where the trusted ones are too few to tell",
         ("diagnose.data.verdict", "if apart or unseen", "if unseen")),

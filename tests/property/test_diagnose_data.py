@@ -376,7 +376,12 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     found = data.diagnose(subject(train=alike[8:28], validation=other, words=words))
     assert found.conclusion.startswith("Your rows differ from the trusted ones (p = ")
     race = f"{words} --walk_steps 3 --walk_learning_rate 0.01"  # the subject's
-    assert found.next_command == data.race_command(race, 20, 12, batch=4)
+    rows = table_of(found)[JUDGED]
+    left = sorted(int(one["place"].split()[-1]) for one in rows if "loss" in one["beyond"])
+    numbers = ",".join(map(str, left))
+    assert found.next_command == data.race_command(race, 20, 12, batch=4, left=numbers)
+    arms = f"--arms walk-80 validation-mix without-high-loss:without_rows={numbers}"
+    assert found.next_command.endswith(f" --choosing_rows 6 {arms}")
     assert "batches of 2 rows in place of 4" in " ".join(found.notes)
     assert check_rows_beyond(found) > 5
     assert found.mark == "doubtful", "rows of another task differ too, and are not bad"
@@ -445,6 +450,21 @@ def test_rows_that_no_reference_row_reaches_are_named() -> None:
     assert said.count("...") == 1
 
 
+def test_rows_that_an_arm_leaves_out_have_numbers_of_one_file() -> None:
+    """Some rows of one file, no more than are named and than half.
+
+    Proves: the rows of the arm that is printed (exact), against places written by hand.
+    """
+    places = [f"rows.jsonl, line {2 * number}" for number in range(100)]
+    assert data.rows_to_leave_out(places, [7, 3]) == "6,14"
+    assert data.rows_to_leave_out(places, []) == ""
+    assert data.rows_to_leave_out(places[:5], [0, 1]) == "0,2"
+    assert data.rows_to_leave_out(places[:5], [0, 1, 2]) == ""
+    assert data.rows_to_leave_out(places, range(data.NAMED)).count(",") == data.NAMED - 1
+    assert data.rows_to_leave_out(places, range(data.NAMED + 1)) == ""
+    assert data.rows_to_leave_out([*places, "more.jsonl, line 1"], [3]) == ""
+
+
 def test_the_time_of_a_race_is_that_of_its_rows() -> None:
     """By hand: 60 rows, 3 epochs of 8 are 24 steps, the only look is at step 20.
 
@@ -455,6 +475,8 @@ def test_the_time_of_a_race_is_that_of_its_rows() -> None:
     every = sum(size for _ in range(look))
     selected = sum(size + size / 3 for _ in range(look))
     assert data.race_passes(60, size, 0) == pytest.approx(mixed + every + selected)
+    fewer = sum(size for _ in range(look))
+    assert data.race_passes(60, size, 0, 3) == pytest.approx(mixed + every + selected + fewer)
     assert data.race_passes(60, size, 24) == pytest.approx(mixed + every + selected + 24 * size)
     # Where the arm that selects wins, it is less.
     won = sum(size + size / 3 for _ in range(steps))
