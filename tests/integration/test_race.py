@@ -433,9 +433,10 @@ def test_an_arm_without_some_rows(tmp_path: Path) -> None:
     assert {one["options"]["max_steps"] for one in facts} == {12}
     for arms, message in (
         (["without:source=film"], "leaves out no row"),
+        (["rest:without_rows=3,20-24"], "the arm 'rest': 24; the rows are 0 to 23"),
         ({"half": {**HALF, "keep_ratio": 7}}, "keep_ratio"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises((ConfigError, InputError), match=message):
             world.race("other", arms=arms)
     assert not (tmp_path / "other").exists()
 
