@@ -208,7 +208,7 @@ class _Command:
         for arm in read_arms(arguments.race.arms):
             rows, _ = self._train_rows(arm)  # none is refused when others have been trained
             if arm.leaves_rows_out:
-                _say(f"{arm.name}: {len(rows)} of {len(self._unweighted)} training rows")
+                _say(f"{arm.name}: on {len(rows)} of {len(self._unweighted)} training rows")
 
     def _check_looks(self, rows: int) -> None:
         """Refuse a run that is over before its looks, where its rows say so without a model."""

@@ -139,6 +139,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     ends = _ends(records[JUDGED], options.ends)
     doubts = doubts_of_walk(records[TRUSTED], config.walk_learning_rate)
     said = rows_beyond(records, beyond)
+    # By their losses alone: values are of a walk on rows that a race may choose by.
     places = [one["place"] for one in records[JUDGED]]
     left = rows_to_leave_out(places, beyond["loss"]) if subject.words else ""
     command, takes = _next(subject, config, answer, walked, groups, left, seconds)

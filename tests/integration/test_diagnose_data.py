@@ -180,7 +180,7 @@ def test_the_race_that_is_printed_runs(
     said = capsys.readouterr().err
     arms = "all, walk-80, validation-mix, without-high-loss"
     assert f"race of 4 arms ({arms}): looks at step 20 of 36" in said
-    assert f"without-high-loss: {23 - left.count(',')} of 24 training rows" in said
+    assert f"without-high-loss: on {23 - left.count(',')} of 24 training rows" in said
     assert (tmp_path / "out-race" / "race.html").exists()
 
 

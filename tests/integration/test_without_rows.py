@@ -365,7 +365,7 @@ def test_an_arm_of_a_race_is_without_rows_that_others_train_on(
     with declared("rest"):
         assert main(["race", *named, "--arms", f"rest:without_rows={others}"]) == 0
     said = capsys.readouterr()
-    assert "note: rest: 8 of 14 training rows\n" in said.err
+    assert "note: rest: on 8 of 14 training rows\n" in said.err
     cut = words_of(folder, "few-rows.jsonl", "cut", *race, "--arms", "half:policy=random")
     assert main(["race", *cut, "--stop_after_looks"]) == 0
     one, two = (json.loads((folder / out / "race.json").read_text()) for out in ("named", "cut"))
