@@ -133,10 +133,10 @@ class RaceState:
         ``L`` is the last look, ``S`` the steps of the run. Arm a has taken ``k_a`` steps, of
         ``t_a`` seconds each; one that has not begun counts as the slowest that has.
         """
-        taken, last = self.steps_taken, self.looks[-1]
-        by_step = {n: self.seconds.get(n, 0.0) / taken[n] for n in arms if taken[n]}
+        steps, last = self.steps_taken, self.looks[-1]
+        by_step = {n: self.seconds.get(n, 0.0) / steps[n] for n in arms if steps[n]}
         slowest = max(by_step.values())
-        verdict = sum((last - taken[name]) * by_step.get(name, slowest) for name in arms)
+        verdict = sum((last - steps[name]) * by_step.get(name, slowest) for name in arms)
         return verdict + (self.steps - last) * slowest * to_end
 
     def outcome(self, complete: int) -> Outcome:
