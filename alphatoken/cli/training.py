@@ -469,7 +469,9 @@ def _losses_command(arguments: Any, model: Any) -> str:
     )
     # There it would value the rows that were left out by their numbers as well.
     train_file = data.train_file if data.without_rows is None else None
-    for file in filter(None, (data.validation_file, train_file)):
+    # Trusted rows that were trained on show no more than training rows do.
+    trusted = None if args.policy == "validation-mix" else data.validation_file
+    for file in filter(None, (trusted, train_file)):
         options.train_file = file
         if _is_read(options):
             more = ["--reference", args.output_dir, "--output_dir", options.output_dir]

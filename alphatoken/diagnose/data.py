@@ -384,6 +384,12 @@ def _groups(
         "trusted rows repeat another one": (trusted, kept),
     }
     left_out = [note for what, rows in parted.items() if (note := _left_out(what, *rows))]
+    enough = fewest_reference(LEVEL / len(MEASURES))
+    if len(reference) < enough:
+        left_out.append(
+            f"{len(kept)} trusted rows are too few for the answer that rows look alike; it takes "
+            f"{2 * enough}."
+        )
     notes = []
     for name, rows in (("training", judged), ("reference", reference)):
         if shared := len(rows) - len(_by_prompt(rows)):
@@ -633,15 +639,16 @@ def _conclusion(tests: Mapping[str, Comparison], reference: int, beyond: str) ->
     p, answer = together(tests), verdict(tests, reference)
     if answer == DIFFERENT:
         return (
-            f"Your rows differ from the trusted ones (p = {p:.2g}): a race measures whether "
+            f"Your rows differ from the trusted ones (p = {p:.2g} of all rows together): a race "
+            "measures whether "
             f"selecting pays. {beyond or _LOOK} Rows of another task or style differ as rows with "
             "wrong words do."
         )
     if answer == UNCLEAR:
         return (
-            f"Your rows may differ from the trusted ones (p = {p:.2g}, above {LEVEL:.0%}; "
-            f"{reference} reference rows are too few to be sure): a race measures whether "
-            f"selecting pays. {beyond or _LOOK}"
+            f"Your rows may differ from the trusted ones (p = {p:.2g} of all rows together, above "
+            f"{LEVEL:.0%}; {reference} reference rows are too few to be sure): a race measures "
+            f"whether selecting pays. {beyond or _LOOK}"
         )
     share, ends = unseen_share(reference, LEVEL / len(tests)), tests["value"].difference
     return (

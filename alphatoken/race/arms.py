@@ -112,7 +112,7 @@ def _of_word(word: Any) -> Arm:
     if not isinstance(word, str):
         raise ConfigError("an arm is written as a word", got=repr(word), remedy="--arms walk-80")
     name, colon, rest = word.partition(":")
-    if name == WITHOUT:
+    if name == WITHOUT and not rest.startswith(f"{WITHOUT_ROWS}="):
         return _named(word, {WITHOUT: rest})
     if "=" not in rest:  # module:Class is a policy, too
         own = PACKAGED.get(word, {"policy": word})

@@ -568,7 +568,11 @@ def test_the_winner_of_a_recipes_race_is_trained_without_it(
         race_words += ["--dpo", "--arms", "walk-80"]
     with declared(arm):
         assert main(["race", *race_words]) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
+    *out, line = capsys.readouterr().out.splitlines()
+    for scored in (one for one in out if one.startswith("next, to see which losses fell")):
+        # Trusted rows that were trained on show no more than training rows do.
+        train = race_words[race_words.index("--train_file") + 1]
+        assert (f"--train_file {train} " in scored) == (arm == "validation-mix")
     start = f"to train this way without a race: alphatoken {command} "
     assert line.startswith(start)
     typed = shlex.split(line.removeprefix(start))

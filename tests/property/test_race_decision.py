@@ -427,6 +427,8 @@ def test_arms_as_they_are_written() -> None:
     (_, mapping) = read_arms({"rest": {"without_rows": [4, 13, "15-18"]}})
     assert word == mapping
     assert (word.without_rows, word.options) == ("4,13,15-18", {"policy": "standard"})
+    (_, named) = read_arms(["without:without_rows=4,13"])
+    assert (named.name, named.without, named.without_rows) == ("without", None, "4,13")
     assert read_arms(["rest:policy=random,without_rows=4"])[1].as_dict() == {
         "policy": "random",
         "without_rows": "4",
