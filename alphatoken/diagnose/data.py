@@ -3,12 +3,13 @@
 The trusted rows (--validation_file) are split in halves by the seed. A walk of AdamW steps is taken
 on one half; the other half, the reference, is what the training rows are compared with, since rows
 that a walk was taken on look better than any others. Each row has the mean walk value of its
-response tokens (by how many nats their loss falls along the walk) and their mean loss. Permutation
-tests over rows on both means decide together, at a level of 5 %. Rows of another kind (another
+response tokens (by how many nats their loss falls along the walk), their mean loss, and what its
+prompt does for them (their mean loss beside the prompt of a trusted row, less that). Permutation
+tests over rows on the first two decide together, at a level of 5 %. Rows of another kind (another
 task, another style) differ as rows with wrong words do: which it is, the rows of highest loss show.
 
 All rows are read, up to --train_rows and --validation_rows; --budget and --tokens do not bound it.
-It costs a walk and two forwards of each row. The values are written to data/values and
+It costs a walk and three forwards of each row. The values are written to data/values and
 data/reference as `score --value walk` writes them, and --resume keeps the parts that are
 finished.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +35,7 @@ from alphatoken.data.survey import said_places
 from alphatoken.diagnose import CheckedOptions
 from alphatoken.diagnose.diagnosis import DOUBTFUL, GOOD, Diagnosis, Table
 from alphatoken.diagnose.figures import Figure
+from alphatoken.diagnose.prompts import prompt_gains
 from alphatoken.diagnose.statistics import (
     FEWEST,
     Estimate,
@@ -85,8 +87,8 @@ NAMED = 40
 
 RECOMMENDED = ("walk-80", "validation-mix")
 """Arms of the recipe ``recommended``, which give way where others are named."""
-NOT_HIGHEST = "without-high-loss"
-"""The arm without the rows whose loss is higher than that of every reference row."""
+NOT_ODD = "without-odd-rows"
+"""The arm without the rows that no reference row reaches by its loss or its prompt."""
 
 TRAIN_BATCH, EPOCHS = 8, 3
 """Training rows of a step, and passes over all of them, that TRL takes where none are named."""
@@ -122,6 +124,13 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     seconds = _take_walk(subject, scorer, groups)
     scored = {name: _scored(subject, scorer, name, rows) for name, rows in groups.items()}
     records = {name: [_record(name, one) for one in own] for name, own in scored.items()}
+    longest = max(len(row.input_ids) for own in (walked, *groups.values()) for row in own)
+    for name, own in groups.items():
+        losses = [one["loss"] for one in records[name]]
+        for one, gain in zip(
+            records[name], prompt_gains(subject, own, losses, walked, longest), strict=True
+        ):
+            one["prompt_gain"] = gain
     tests = {name: compare(records, name, subject.seed) for name in MEASURES}
     beyond = beyond_reference(records)
     for number, one in enumerate(records[JUDGED]):
@@ -138,9 +147,10 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     ends = _ends(records[JUDGED], options.ends)
     doubts = doubts_of_walk(records[TRUSTED])
     said = rows_beyond(records, beyond)
-    # By their losses alone: values are of a walk on rows that a race may choose by.
+    # Not by their values, which are of a walk on rows that a race may choose by.
     places = [one["place"] for one in records[JUDGED]]
-    left = rows_to_leave_out(places, beyond["loss"]) if subject.words else ""
+    odd = {*beyond["loss"], *beyond["prompt"]}
+    left = rows_to_leave_out(places, odd) if subject.words else ""
     command, takes = _next(subject, config, answer, walked, groups, left, seconds)
     return conclude(
         "data",
@@ -237,11 +247,11 @@ def race_command(
     """
     more = _sized(race_batch(rows, batch))
     more += f" --choosing_rows {trusted // 2}" if trusted < 2 * CHOOSING else ""
-    more += f" --arms {' '.join(RECOMMENDED)} {NOT_HIGHEST}:without_rows={left}" if left else ""
+    more += f" --arms {' '.join(RECOMMENDED)} {NOT_ODD}:without_rows={left}" if left else ""
     return f"alphatoken race --config recommended {words}{more}"
 
 
-def rows_to_leave_out(places: Sequence[str], beyond: Sequence[int]) -> str:
+def rows_to_leave_out(places: Sequence[str], beyond: Collection[int]) -> str:
     """Numbers of rows that an arm of the race leaves out, as they are typed: those ``beyond``.
 
     "" where none is, or more than ``NAMED`` or than half of all rows are, or where rows are of
@@ -601,16 +611,29 @@ def fewest_reference(level: float) -> int:
     return math.ceil(math.log(level) / math.log(1 - MOST_UNSEEN))
 
 
-def beyond_reference(records: Records) -> dict[str, list[int]]:
-    """Numbers of the rows that no reference row reaches, by "loss" and by "value"; outermost first.
+_BEYOND = {
+    "loss": ("loss", 1, "a higher loss"),
+    "prompt": ("prompt_gain", -1, "a prompt that does less for the response"),
+    "value": ("value", -1, "a lower walk value"),
+}
+"""Measures by which a row may be beyond the reference: column, the end (1: high), in words."""
 
-    A row counts whose mean loss is above, or whose mean walk value is below, that of each reference
-    row. Of n exchangeable rows, n / (m + 1) do on average beside m reference rows.
+
+def beyond_reference(records: Records) -> dict[str, list[int]]:
+    """Numbers of the rows that no reference row reaches, by each measure; outermost first.
+
+    A row counts whose mean loss is above ("loss"), whose mean walk value is below ("value"), or
+    whose prompt does less ("prompt"; see ``diagnose.prompts``) than that of each reference row. Of
+    n exchangeable rows, n / (m + 1) do on average beside m reference rows. A row without a prompt
+    counts by the others alone.
     """
     beyond = {}
-    for measure, sign in (("loss", 1), ("value", -1)):
-        judged, trusted = (sign * column for column in _columns(records, measure))
-        rows = np.flatnonzero(judged > trusted.max())
+    for measure, (column, sign, _) in _BEYOND.items():
+        judged, trusted = (
+            np.array([np.nan if one[column] is None else sign * one[column] for one in own])
+            for own in (records[JUDGED], records[TRUSTED])
+        )
+        rows = np.flatnonzero(judged > max(trusted[~np.isnan(trusted)], default=np.inf))
         beyond[measure] = rows[np.argsort(-judged[rows], kind="stable")].tolist()
     return beyond
 
@@ -618,7 +641,7 @@ def beyond_reference(records: Records) -> dict[str, list[int]]:
 def rows_beyond(records: Records, beyond: Mapping[str, Sequence[int]]) -> str:
     """How many rows are ``beyond`` the reference, and where; "" where there are none."""
     parts: list[str] = []
-    for measure, what in (("loss", "a higher loss"), ("value", "a lower walk value")):
+    for measure, (_, _, what) in _BEYOND.items():
         places = [records[JUDGED][n]["place"] for n in beyond[measure]]
         if places:
             of_all, than = f" of {len(records[JUDGED])}", " than every reference row"
@@ -628,8 +651,8 @@ def rows_beyond(records: Records, beyond: Mapping[str, Sequence[int]]) -> str:
             )
     usual = len(records[JUDGED]) / (len(records[TRUSTED]) + 1)
     return (
-        f"{', and '.join(parts)}: read these first (of rows of one source {usual:.2g} would on "
-        "average)."
+        f"{'; '.join(parts)}. Read these first (of rows of one source {usual:.2g} would on average "
+        "be beyond the reference by one measure)."
         if parts
         else ""
     )
@@ -678,17 +701,20 @@ def _beyond_table(
     records: Sequence[Mapping[str, Any]],
     beyond: Mapping[str, Sequence[int]],
 ) -> Table:
-    """Every row that no reference row reaches: by its loss, then those by their value alone."""
+    """Every row that no reference row reaches: by loss, then by prompt or value alone."""
     shown = []
-    for number in dict.fromkeys([*beyond["loss"], *beyond["value"]]):
-        own = {name: records[number][name] for name in ("place", "beyond", "loss", "value")}
+    columns = ("place", "beyond", *(column for column, *_ in _BEYOND.values()))
+    for number in dict.fromkeys(number for rows in beyond.values() for number in rows):
+        own = {name: records[number][name] for name in columns}
         shown.append(own | _short_texts(subject, rows[number]))
     return Table.of(
         "data-beyond",
         "Rows that no reference row reaches",
         shown,
-        "beyond: by its loss, which is higher than that of each reference row, by its value, which "
-        "is lower, or by both. Training leaves out rows of one file by their numbers "
+        "beyond: by its loss, which is higher than that of each reference row, by its prompt, "
+        "which does less, or by its value, which is lower. prompt gain: mean loss of the response "
+        "beside the prompt of a trusted row, less its loss beside its own; about 0 where it "
+        "answers another question. Training leaves out rows of one file by their numbers "
         "(--without_rows).",
     )
 

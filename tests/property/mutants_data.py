@@ -15,6 +15,7 @@ from tests.property import (
 )
 from tests.property import test_diagnose_arithmetic as tests
 from tests.property import test_diagnose_data as verdicts
+from tests.property import test_diagnose_prompts as prompts
 from tests.property import test_presets as presets
 from tests.property import test_value_page as value_page
 from tests.property.decoder import DecoderConfig
@@ -303,6 +304,12 @@ LEFT_OUT = claim(
 )
 UNCLEAR = claim(verdicts.test_too_few_trusted_rows_to_tell_is_an_answer_too, examples=1)
 BEYOND = claim(verdicts.test_rows_that_no_reference_row_reaches_are_named, examples=1)
+PROMPTS = claim(
+    prompts.test_each_row_gets_the_prompt_of_another,
+    prompts.ROWS, prompts.ROWS, st.integers(4, 8), st.integers(0, 9), examples=200,
+)  # fmt: skip
+DRAWN_PROMPTS = claim(prompts.test_prompts_are_drawn, examples=1)
+GAINS = claim(prompts.test_the_gain_of_a_prompt_is_that_of_losses_row_by_row, examples=1)
 LEAVES_OUT = claim(verdicts.test_rows_that_an_arm_leaves_out_have_numbers_of_one_file, examples=1)
 RACE_TIME = claim(verdicts.test_the_time_of_a_race_is_that_of_its_rows, examples=1)
 VERDICT = claim(
@@ -333,6 +340,22 @@ VERDICTS = (
     row("two-tests-at-the-level-of-one", TWO_TESTS,
         "of rows that do not differ nearly twice as many as the level says are said to",
         ("diagnose.data.together", "len(tests) * min", "min")),
+    row("prompt-of-the-row-itself", PROMPTS,
+        "a row is given its own prompt in place of another one",
+        ("diagnose.prompts.exchanged", "one != own and", "")),
+    row("prompts-longer-than-any-row", PROMPTS,
+        "a row with another prompt is longer than the model was asked to read",
+        ("diagnose.prompts.exchanged", "len(one) + rest <= longest", "True")),
+    row("first-prompt-for-all", DRAWN_PROMPTS,
+        "every row is given the same prompt, by which all of them are off or none",
+        ("diagnose.prompts.exchanged", "int(drawn) % len(fitting)", "0")),
+    row("loss-beside-another-prompt-alone", GAINS,
+        "an answer of low loss passes for one that needs no prompt",
+        ("diagnose.prompts.prompt_gains", "next(means) - own", "next(means)")),
+    row("rows-whose-prompt-does-most", BEYOND,
+        "rows whose prompt does more than that of any reference row are named as odd",
+        ("diagnose.data.beyond_reference", "else sign * one[column]",
+         "else abs(sign) * one[column]")),
     row("arm-without-most-rows", LEAVES_OUT,
         "the race that is printed has an arm without most of the rows",
         ("diagnose.data.rows_to_leave_out", "min(NAMED, len(places) // 2)", "NAMED")),
@@ -364,7 +387,7 @@ VERDICTS = (
         ("diagnose.data.verdict", "together(tests) <= LEVEL", "together(tests) > LEVEL")),
     row("rows-beyond-one-reference-row", BEYOND,
         "rows that some reference row exceeds are said to be beyond all of them",
-        ("diagnose.data.beyond_reference", "trusted.max()", "trusted.min()")),
+        ("diagnose.data.beyond_reference", "max(trusted[", "min(trusted[")),
     row("race-time-without-its-losers", RACE_TIME,
         "the arms that leave a race cost nothing in the time that is said before it",
         ("diagnose.data.race_passes", "= look * size * (losers + 1 / 3)", "= 0")),

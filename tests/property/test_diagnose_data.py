@@ -312,7 +312,11 @@ def check_rows_beyond(found: Diagnosis) -> int:
     worst = {name: [one[name] for one in groups[TRUSTED]] for name in data.MEASURES}
     for one in groups[JUDGED]:
         by_loss, by_value = one["loss"] > max(worst["loss"]), one["value"] < min(worst["value"])
-        said = " and ".join(["loss"] * by_loss + ["value"] * by_value)
+        gains = [own for row in groups[TRUSTED] if (own := row["prompt_gain"]) is not None]
+        gain = one["prompt_gain"]
+        by_prompt = gain is not None and bool(gains) and gain < min(gains)
+        names = ["loss"] * by_loss + ["prompt"] * by_prompt + ["value"] * by_value
+        said = " and ".join(names)
         assert one["beyond"] == said == shown.pop(one["place"], "")
     assert not shown
     return len(tables.get("data-beyond", []))
@@ -377,10 +381,11 @@ def test_the_verdict_follows_the_p_value_and_names_the_next_command() -> None:
     assert found.conclusion.startswith("Your rows differ from the trusted ones (p = ")
     race = f"{words} --walk_steps 3 --walk_learning_rate 0.01"  # the subject's
     rows = table_of(found)[JUDGED]
-    left = sorted(int(one["place"].split()[-1]) for one in rows if "loss" in one["beyond"])
+    odd = [one["place"] for one in rows if "loss" in one["beyond"] or "prompt" in one["beyond"]]
+    left = sorted(int(place.split()[-1]) for place in odd)
     numbers = ",".join(map(str, left))
     assert found.next_command == data.race_command(race, 20, 12, batch=4, left=numbers)
-    arms = f"--arms walk-80 validation-mix without-high-loss:without_rows={numbers}"
+    arms = f"--arms walk-80 validation-mix without-odd-rows:without_rows={numbers}"
     assert found.next_command.endswith(f" --choosing_rows 6 {arms}")
     assert "batches of 2 rows in place of 4" in " ".join(found.notes)
     assert check_rows_beyond(found) > 5
@@ -421,28 +426,32 @@ def test_a_walk_that_teaches_the_trusted_rows_nothing_is_said() -> None:
 
 
 def test_rows_that_no_reference_row_reaches_are_named() -> None:
-    """Three of the losses, one of the values; the outermost first.
+    """Three of the losses, two of the prompts, one of the values; the outermost first.
 
     Proves: rows beyond the reference (exact), against planted rows.
     """
 
-    def record(number: int, loss: float, value: float) -> dict[str, Any]:
-        return {"place": f"line {number}", "loss": loss, "value": value}
+    def record(number: int, loss: float, value: float, gain: float | None) -> dict[str, Any]:
+        return {"place": f"line {number}", "loss": loss, "value": value, "prompt_gain": gain}
 
-    own = [record(1, 2.5, 0.0), record(2, 1.0, -3.0), record(3, 9.0, 0.1), record(4, 2.0, -1.0)]
-    own.append(record(5, 3.0, 0.2))
-    trusted = [record(1, 2.0, -1.0), record(2, 0.5, 0.5)]
+    own = [record(1, 2.5, 0.0, 0.6), record(2, 1.0, -3.0, 0.1), record(3, 9.0, 0.1, None)]
+    own += [record(4, 2.0, -1.0, -0.2), record(5, 3.0, 0.2, 0.5)]
+    trusted = [record(1, 2.0, -1.0, 0.5), record(2, 0.5, 0.5, None)]
     records = {JUDGED: own, TRUSTED: trusted}
     beyond = data.beyond_reference(records)
-    assert beyond == {"loss": [2, 4, 0], "value": [1]}
+    assert beyond == {"loss": [2, 4, 0], "prompt": [3, 1], "value": [1]}
     assert data.rows_beyond(records, beyond) == (
-        "3 of 5 have a higher loss than every reference row (lines 3, 5, 1), and 1 has a "
-        "lower walk value (line 2): read these first (of rows of one source 1.7 would on average)."
+        "3 of 5 have a higher loss than every reference row (lines 3, 5, 1); 2 have a prompt that "
+        "does less for the response (lines 4, 2); 1 has a lower walk value (line 2). Read these "
+        "first (of rows of one source 1.7 would on average be beyond the reference by one measure)."
     )
+    silent = [{**one, "prompt_gain": None} for one in trusted]
+    assert data.beyond_reference({JUDGED: own, TRUSTED: silent})["prompt"] == []
     exchanged = {JUDGED: trusted, TRUSTED: own}
     assert data.rows_beyond(exchanged, data.beyond_reference(exchanged)) == ""
-    many = [record(n, 10.0 + n, 0.0) for n in range(50)]
-    said = data.rows_beyond({JUDGED: many, TRUSTED: trusted}, {"loss": [*range(50)], "value": []})
+    many = [record(n, 10.0 + n, 0.0, None) for n in range(50)]
+    beyond = {"loss": [*range(50)], "prompt": [], "value": []}
+    said = data.rows_beyond({JUDGED: many, TRUSTED: trusted}, beyond)
     assert said.count(",") == data.NAMED
     assert said.count("...") == 1
 
