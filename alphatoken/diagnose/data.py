@@ -124,13 +124,7 @@ def diagnose(subject: Subject, options: Options | None = None) -> Diagnosis:
     seconds = _take_walk(subject, scorer, groups)
     scored = {name: _scored(subject, scorer, name, rows) for name, rows in groups.items()}
     records = {name: [_record(name, one) for one in own] for name, own in scored.items()}
-    longest = max(len(row.input_ids) for own in (walked, *groups.values()) for row in own)
-    for name, own in groups.items():
-        losses = [one["loss"] for one in records[name]]
-        for one, gain in zip(
-            records[name], prompt_gains(subject, own, losses, walked, longest), strict=True
-        ):
-            one["prompt_gain"] = gain
+    _add_prompt_gains(subject, walked, groups, records)
     tests = {name: compare(records, name, subject.seed) for name in MEASURES}
     beyond = beyond_reference(records)
     for number, one in enumerate(records[JUDGED]):
@@ -487,6 +481,22 @@ def _record(group: str, example: ScoredExample) -> dict[str, Any]:
         "negative": float((value < 0).mean()),
         "beyond": "",
     }
+
+
+def _add_prompt_gains(
+    subject: Subject,
+    walked: Sequence[Example],
+    groups: Mapping[str, Sequence[Example]],
+    records: Mapping[str, Sequence[dict[str, Any]]],
+) -> None:
+    """Put into each record what the row's prompt does, by the prompts of the rows of the walk."""
+    rows = [row for own in groups.values() for row in own]
+    every = [one for name in groups for one in records[name]]
+    longest = max(len(row.input_ids) for row in (*walked, *rows))
+    # In one call, so that draws are independent of each other over both groups.
+    gains = prompt_gains(subject, rows, [one["loss"] for one in every], walked, longest)
+    for one, gain in zip(every, gains, strict=True):
+        one["prompt_gain"] = gain
 
 
 def _scored(

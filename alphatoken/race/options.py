@@ -25,9 +25,8 @@ class RaceConfig:
         None,
         "Arms beside 'all': 'walk-80' (the 80 % of highest walk value, the default; likewise "
         "'exact-80', 'paper-80'), a policy by its name, NAME:OPTION=VALUE,... with options of the "
-        "run under a name of your own, without:COLUMN=VALUE, which leaves out the training rows "
-        "that have this value, or NAME:without_rows=4,13,15-18, which leaves out rows by their "
-        "numbers (in Python places from 0). A recipe may give a mapping of names to options.",
+        "run under a name of your own, NAME:without_rows=4,13,15-18 (rows left out by number; in "
+        "Python places from 0), or without:COLUMN=VALUE (those with this value).",
         within="see what it is",
     )
     looks: list[int] | None = option(
