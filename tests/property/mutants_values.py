@@ -51,6 +51,9 @@ FLOAT64 = claim(
     moved.test_auto_in_float64_is_exact_over_all_parameters, setup=Setup(moved.TIED), examples=1
 )
 CHANCE = claim(moved.test_few_tokens_may_agree_by_chance, examples=1)
+PARTS_OF_ERROR = claim(
+    moved.test_the_stated_error_of_a_step_has_truncation_and_rounding, examples=1
+)
 LOOKED = claim(moved.test_more_curved_rows_are_seen_in_the_stated_error, examples=1)
 BASE = claim(moved.test_an_observed_forward_with_dropout_is_no_base, examples=1)
 COARSE, COARSE_WITHOUT_GRAPH = (
@@ -135,7 +138,7 @@ VALUES_BY_DIFFERENCES = (
     row("error-of-the-slice-alone", (LOOKED, BATCH),
         "the batch itself is never looked at",
         ("estimate.differences.Step.error", "math.hypot(cut, self.rounding) / size", "0.0")),
-    row("error-without-rounding", CHANCE,
+    row("error-without-rounding", PARTS_OF_ERROR,
         "what the losses are rounded by is left out of a batch's stated error",
         ("estimate.differences.Step.error", "math.hypot(cut, self.rounding) / size", "cut / size")),
     row("error-relative-to-other-batches", BATCH,

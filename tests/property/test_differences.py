@@ -310,6 +310,18 @@ def test_few_tokens_may_agree_by_chance() -> None:
             assert true <= 3 * values.error
 
 
+def test_the_stated_error_of_a_step_has_truncation_and_rounding() -> None:
+    """Both in parts of the values' size, together no less than on the rows of the step.
+
+    Proves: the stated error of a step (exact), against numbers written by hand.
+    """
+    step = differences.Step(length=0.5, norm=1.0, relative=0.01, rounding=0.3)
+    assert step.error(2.0, 0.4) == pytest.approx(0.25)
+    assert step.error(2.0, 0.0) == pytest.approx(0.15)
+    assert step.error(100.0, 0.4) == pytest.approx(0.01)
+    assert step.error(0.0, 0.4) == 0.0
+
+
 def test_the_stated_error_is_that_of_the_worse_side() -> None:
     """Of V here, which is of another length and direction than G.
 
