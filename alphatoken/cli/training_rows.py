@@ -33,7 +33,7 @@ from alphatoken.data import (
 from alphatoken.data.encode import encode_example
 from alphatoken.data.markers import is_filled, require_one_form
 from alphatoken.data.messages import ROW_WEIGHTS
-from alphatoken.data.named_rows import OPTION, named_rows, of_no_file, read_numbers, rows_but_named
+from alphatoken.data.named_rows import OPTION, of_no_file, read_numbers, rows_but_named
 from alphatoken.data.pairs import is_longer, pair_problem, preference_record, weights_of_pair
 from alphatoken.data.rows import ASKED, KEEP_MARKS, UNLEARNED, Row, Turn
 from alphatoken.data.source import SourceRow, find_source, usable_rows
@@ -96,8 +96,8 @@ def _refused_sources(arguments: Arguments) -> Iterator[ConfigError]:
         )
     yield from missing_files({name: getattr(data, name) for name in FILES})
     named = {} if data.without_rows is None else {OPTION: data.without_rows}
-    for by, numbers in (named | arms_by_number(arguments.race)).items():
-        if data.train_file is None:
+    if data.train_file is None:
+        for by, numbers in (named | arms_by_number(arguments.race)).items():
             yield of_no_file(numbers, f"rows of {sources[0]}", by)
     for name in ("dataset_streaming", "streaming"):
         if getattr(data, name):
@@ -222,9 +222,8 @@ class RowReader:
         if data.train_file is not None:
             source = find_source(data.train_file)
             survey = source.survey()
-            for by, numbers in arms_by_number(self.arguments.race).items():
-                named_rows(source, numbers, data.train_limit, by)
-            records = rows_but_named(source, data.without_rows, data.train_limit, survey)
+            others = arms_by_number(self.arguments.race)
+            records = rows_but_named(source, data.without_rows, data.train_limit, survey, others)
             return self._usable(records, survey, "training")
         if data.datasets:
             return self._usable(_of_mixture(data), Survey("datasets"), "training", data.train_limit)

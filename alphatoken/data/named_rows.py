@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,11 @@ def _range(part: str, by: str) -> range:
 
 
 def rows_but_named(
-    source: RowSource, said: str | None, limit: int | None, survey: Survey
+    source: RowSource,
+    said: str | None,
+    limit: int | None,
+    survey: Survey,
+    others: Mapping[str, str] | None = None,
 ) -> Iterator[SourceRow]:
     """The first rows of a source but those that are named, which the survey counts and names.
 
@@ -67,12 +71,14 @@ def rows_but_named(
         said: which of them are left out, as :func:`read_numbers` reads it; None for none.
         limit: how many rows are read, those that are left out among them; None for all.
         survey: of the rows.
+        others: numbers that are checked as well, by what names them in messages; their rows stay.
 
     Raises:
         ConfigError: a source of several files.
         InputError: a number that no row has, or no row that is left.
     """
-    named = set() if said is None else named_rows(source, said, limit)
+    own = {} if said is None else {OPTION: said}
+    named = _named(source, {**(others or {}), **own}, limit).get(OPTION, set())
     for row in islice(source.read(), limit):
         if named and row.number in named:
             survey.leave_out(_NAMED, row.place)
@@ -80,38 +86,56 @@ def rows_but_named(
             yield row
 
 
-def named_rows(source: RowSource, said: str, limit: int | None, by: str = OPTION) -> set[int]:
-    """The numbers that are said, each of which one of the first ``limit`` rows has.
-
-    Arguments and errors are those of :func:`rows_but_named`; ``by`` says where, for messages.
-    """
+def _named(source: RowSource, texts: Mapping[str, str], limit: int | None) -> dict[str, set[int]]:
+    """The numbers of each text, by what names them; each number is that of a row."""
+    there, ends = set[int](), list[str]()
+    if not texts:
+        return {}
     if len(source.parts) > 1:
+        by, said = next(iter(texts.items()))
         files = [Path(part.path).name for part in source.parts]
         raise of_no_file(said, f"files of {source.path}: {first_few(files, _SHOWN)}", by)
-    there, ends, numbers = set[int](), list[str](), read_numbers(said, by)
     for row in islice(source.read(), limit):
         there.add(row.number)
         ends = [*ends[:1], row.place]
+    first = f"first {len(there)} " * (len(there) < source.rows)
+    named = dict[str, set[int]]()
+    for by, said in texts.items():
+        numbers = read_numbers(said, by)
+        refuse_missing(numbers, there, by, f"{first}rows are {' to '.join(ends)}")
+        named[by] = {number for part in numbers for number in part}
+        if named[by] == there:
+            raise InputError(
+                "every training row is left out",
+                got=f"{by} {short(said)}, of {len(there)} rows",
+                remedy="name fewer of them",
+            )
+    return named
+
+
+def refuse_missing(numbers: Sequence[range], there: Container[int], by: str, rows: str) -> None:
+    """Refuse numbers that no row has.
+
+    Args:
+        numbers: that are named.
+        there: numbers of the rows.
+        by: what names them, for messages.
+        rows: which rows there are, in words.
+
+    Raises:
+        InputError: there is such a number.
+    """
     missing = (number for part in numbers for number in part if number not in there)
     # A range may be longer than any file: it is walked no further than to what an error names.
     if few := list(dict.fromkeys(islice(missing, _SHOWN + 1))):
         names = ", ".join(["..." if i == _SHOWN else str(n) for i, n in enumerate(few)])
-        first = f"first {len(there)} " * (len(there) < source.rows)
         raise InputError(
             "no row has this number",
-            got=f"{by}: {names}; the {first}rows are {' to '.join(ends)}",
+            got=f"{by}: {names}; the {rows}",
             why="the row that is meant would be trained on",
             remedy="the numbers that messages and pages name; an empty line is no row, and a row "
             "of several lines has the number of its first",
         )
-    named = {number for part in numbers for number in part}
-    if named == there:
-        raise InputError(
-            "every training row is left out",
-            got=f"{by} {short(said)}, of {len(there)} rows",
-            remedy="name fewer of them",
-        )
-    return named
 
 
 def of_no_file(said: str, rows: str, by: str = OPTION) -> ConfigError:

@@ -562,7 +562,9 @@ class Comparison:
 
 
 def _columns(records: Records, measure: str) -> list[Numbers]:
-    return [np.array([one[measure] for one in records[group]]) for group in (JUDGED, TRUSTED)]
+    """A column of both groups; NaN where a row has no number."""
+    groups = (records[group] for group in (JUDGED, TRUSTED))
+    return [np.array([one[measure] for one in rows], float) for rows in groups]
 
 
 def compare(records: Records, measure: str, seed: int) -> Comparison:
@@ -639,10 +641,7 @@ def beyond_reference(records: Records) -> dict[str, list[int]]:
     """
     beyond = {}
     for measure, (column, sign, _) in _BEYOND.items():
-        judged, trusted = (
-            np.array([np.nan if one[column] is None else sign * one[column] for one in own])
-            for own in (records[JUDGED], records[TRUSTED])
-        )
+        judged, trusted = (sign * numbers for numbers in _columns(records, column))
         rows = np.flatnonzero(judged > max(trusted[~np.isnan(trusted)], default=np.inf))
         beyond[measure] = rows[np.argsort(-judged[rows], kind="stable")].tolist()
     return beyond

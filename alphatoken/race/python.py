@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import set_seed
 
-from alphatoken.data.named_rows import read_numbers
-from alphatoken.errors import ConfigError, DataError, InputError, counted
+from alphatoken.data.named_rows import read_numbers, refuse_missing
+from alphatoken.errors import ConfigError, DataError, counted
 from alphatoken.race.arms import Arm, read_arms
 from alphatoken.race.options import RaceConfig
 from alphatoken.race.page import PAGE, verdict, write_race_page
@@ -269,11 +269,8 @@ def _train_rows(dataset: Any, arm: Arm) -> Any:
         )
     rows = plain_rows(dataset)
     numbers, column = range(len(rows)), arm.without and arm.without[0]
-    for part in read_numbers(arm.without_rows) if arm.without_rows else ():
-        if part.stop > len(rows):
-            raise InputError(
-                "no row has this number",
-                got=f"the arm '{arm.name}': {part.stop - 1}; the rows are 0 to {len(rows) - 1}",
-            )
+    if arm.without_rows is not None:
+        there = f"rows are 0 to {len(rows) - 1}"
+        refuse_missing(read_numbers(arm.without_rows), numbers, f"the arm '{arm.name}'", there)
     entries = [str(rows[number].get(column)) for number in numbers] if column else []
     return take(dataset, rows_of_arm(arm, entries, numbers))
